@@ -1,0 +1,46 @@
+# Every target sets up what it needs: a virtual environment in .venv with the package and its dev extra.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test test-gpu check format bench clean
+
+help:
+	@echo "make demo      train the paper's MLP on handwritten digits with four normalizations and write a report"
+	@echo "make test      run the tests"
+	@echo "make check     lint, formatting and types"
+	@echo "make test-gpu  run the tests that need a CUDA device, from the tree, with the system's torch"
+	@echo "make bench     time the layers on this machine's CPU"
+	@echo "make format    rewrite the code in the project's format"
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+setup: $(STAMP)
+
+demo: setup
+	$(BIN)/iternorm demo
+
+test: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/iternorm bench
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist iternorm-demo
