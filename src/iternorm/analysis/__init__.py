@@ -12,16 +12,26 @@ from .conditioning import (
     spectrum,
     whiteness_error,
 )
+from .operations import Whitening, batch_norm, decorrelated_batch_norm, iter_norm, operation_of
+from .stochasticity import SND, in_training, snd
 
 __all__ = [
+    "SND",
     "Moments",
+    "Whitening",
+    "batch_norm",
     "condition_number",
     "correlation",
     "covariance",
+    "decorrelated_batch_norm",
     "effective_rank",
+    "in_training",
+    "iter_norm",
     "mean_absolute_correlation",
     "merge_moments",
     "moments",
+    "operation_of",
+    "snd",
     "spectrum",
     "whiteness_error",
 ]

@@ -80,8 +80,8 @@ def spectrum(covariance: Tensor) -> Tensor:
 def condition_number(covariance: Tensor) -> Tensor:
     """The largest eigenvalue divided by the smallest: 1 for white data, ``inf`` where a direction has no variance.
 
-    A smallest eigenvalue within rounding error of zero (C · the dtype's epsilon · the largest) counts as zero, so that
-    a rank-deficient covariance does not get a large number that only rounding decides.
+    A smallest eigenvalue within rounding error of zero (√C · the dtype's epsilon · the largest, the size of a matrix of
+    independent rounding errors) counts as zero: a rank-deficient covariance has no number that rounding decides.
 
     Example:
         >>> condition_number(torch.diag(torch.tensor([4.0, 1.0])))
@@ -93,7 +93,7 @@ def condition_number(covariance: Tensor) -> Tensor:
 def condition_number_of_spectrum(eigenvalues: Tensor) -> Tensor:
     """`condition_number`, from descending eigenvalues ``[..., C]``."""
     largest, smallest = eigenvalues[..., 0], eigenvalues[..., -1]
-    floor = largest * eigenvalues.shape[-1] * torch.finfo(eigenvalues.dtype).eps
+    floor = largest * eigenvalues.shape[-1] ** 0.5 * torch.finfo(eigenvalues.dtype).eps
     return torch.where(smallest > floor, largest / smallest, torch.inf)
 
 
