@@ -7,9 +7,9 @@ from .conditioning import (
     covariance,
     effective_rank,
     mean_absolute_correlation,
-    merge_moments,
     moments,
     spectrum,
+    update_moments,
     whiteness_error,
 )
 from .operations import Whitening, batch_norm, decorrelated_batch_norm, iter_norm, operation_of
@@ -28,10 +28,10 @@ __all__ = [
     "in_training",
     "iter_norm",
     "mean_absolute_correlation",
-    "merge_moments",
     "moments",
     "operation_of",
     "snd",
     "spectrum",
+    "update_moments",
     "whiteness_error",
 ]

@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from .. import groups, solvers
+from iternorm import groups, solvers
+from iternorm.modules import WhiteningNorm
 
 Solver = Literal["newton", "zca", "pca", "cholesky"]
 
@@ -98,13 +99,26 @@ class Whitening:
         return maps
 
     def normalized_covariance(self, covariance: Tensor) -> Tensor:
-        """The covariance ``[..., C, C]`` of the output, for data of this covariance normalized by its own statistics."""
-        linear = covariance.new_zeros(covariance.shape)
+        """The covariance ``[C, C]`` of the output, where the data are normalized by the statistics of all of them."""
+        whitening = self.whitening_blocks(covariance)
+        half = multiply_blocks(whitening, covariance)
+        return multiply_blocks(whitening, half.mT)
+
+    def whitening_blocks(self, covariance: Tensor) -> list[Tensor]:
+        """The whitening matrices ``[G, d, d]`` of a covariance ``[C, C]``, by part: full groups, then the remainder."""
+        blocks = []
         for part in groups.parts(covariance.shape[-1], self.group_size):
-            for first in range(part.start, part.stop, part.size):
-                group = slice(first, first + part.size)
-                linear[..., group, group] = self.whitening(covariance[..., group, group])
-        return linear @ covariance @ linear.mT
+            square = covariance[part.channels, part.channels]
+            grouped = square.unflatten(0, (part.count, part.size)).unflatten(2, (part.count, part.size))
+            blocks.append(self.whitening(grouped.diagonal(dim1=0, dim2=2).permute(2, 0, 1)))
+        return blocks
+
+
+def multiply_blocks(blocks: list[Tensor], matrix: Tensor) -> Tensor:
+    """The product of a block-diagonal matrix, given as the parts ``[G, d, d]`` of its diagonal, and a matrix."""
+    sizes = [block.shape[0] * block.shape[1] for block in blocks]
+    rows = matrix.split(sizes)
+    return torch.cat([(b @ r.unflatten(0, b.shape[:2])).flatten(0, 1) for b, r in zip(blocks, rows, strict=True)])
 
 
 def batch_norm(eps: float = 1e-5) -> Whitening:
@@ -130,9 +144,6 @@ def operation_of(layer: nn.Module) -> Whitening | None:
     """
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
         return batch_norm(layer.eps)
-    # Imported here, so that the pure functions of the analysis need none of the layers.
-    from ..modules import WhiteningNorm
-
     if isinstance(layer, WhiteningNorm):
         return Whitening(cast(Solver, layer.solver), layer.group_size, layer.num_iters, layer.eps)
     return None

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .. import groups
+from iternorm import groups
+
 from .operations import AffineMaps, Whitening
 
 # Maps a reference batch [B, C, ...] and samples [N, C, ...] to outputs [N, C, ...].
@@ -188,13 +189,14 @@ def _affine_distances(operation: Whitening, data: Tensor, samples: Tensor, indic
     totals: list[AffineMaps] = []
     for chunk in maps if maps is not None else fits():
         sums = [AffineMaps(block.linear.sum(0), block.shift.sum(0)) for block in chunk]
-        totals = [AffineMaps(a.linear + b.linear, a.shift + b.shift) for a, b in zip(totals, sums)] if totals else sums
+        pairs = zip(totals or sums, sums, strict=True)
+        totals = [AffineMaps(a.linear + b.linear, a.shift + b.shift) for a, b in pairs] if totals else sums
     means = [AffineMaps(block.linear / len(indices), block.shift / len(indices)) for block in totals]
 
     parts = groups.parts(num_channels, operation.group_size)
     distances = []
     for chunk in maps if maps is not None else fits():
-        deviations = [AffineMaps(b.linear - m.linear, b.shift - m.shift) for b, m in zip(chunk, means)]
+        deviations = [AffineMaps(b.linear - m.linear, b.shift - m.shift) for b, m in zip(chunk, means, strict=True)]
         point_bytes = 2 * len(chunk[0].shift) * num_channels * itemsize
         norms = [_norms(deviations, parts, some) for some in points.split(max(1, budget // 2 // point_bytes))]
         distances.append(torch.cat(norms, 1))
