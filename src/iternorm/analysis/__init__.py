@@ -12,13 +12,18 @@ from .conditioning import (
     update_moments,
     whiteness_error,
 )
+from .model import analyze
 from .operations import Whitening, batch_norm, decorrelated_batch_norm, iter_norm, operation_of
 from .stochasticity import SND, in_training, snd
+from .summary import LayerAnalysis, ModelAnalysis
 
 __all__ = [
     "SND",
+    "LayerAnalysis",
+    "ModelAnalysis",
     "Moments",
     "Whitening",
+    "analyze",
     "batch_norm",
     "condition_number",
     "correlation",
