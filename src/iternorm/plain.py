@@ -39,15 +39,12 @@ def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     for part in parts(planes.shape[1], group_size):
         layout = _layout(planes, part)
         view = layout.view(planes)
-        pilot = total = second = None
+        pilot = layout.tile_mean(view)
+        total, second = torch.zeros_like(pilot), _zeros(pilot)
         for tile in layout.tiles(view):
-            if pilot is None:
-                pilot = layout.channel_sum(layout.load(view, tile, None)) / layout.samples(view, tile)
             block = layout.load(view, tile, pilot)
-            block_sum, block_gram = layout.channel_sum(block), layout.product(block, block)
-            total = block_sum if total is None else total + block_sum
-            second = block_gram if second is None else second + block_gram
-        assert pilot is not None and total is not None and second is not None
+            total += layout.channel_sum(block)
+            second += layout.product(block, block)
         num_samples = planes.shape[0] * planes.shape[2]
         delta = total / num_samples
         means.append((pilot + delta).flatten())
@@ -63,14 +60,11 @@ def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tup
         layout = _layout(planes, part)
         grad_view, view = layout.view(grad_planes), layout.view(planes)
         part_mean = mean[part.channels].view(part.count, part.size)
-        total = cross = None
+        total, cross = torch.zeros_like(part_mean), _zeros(part_mean)
         for tile in layout.tiles(view):
             grad_block = layout.load(grad_view, tile, None)
-            block = layout.load(view, tile, part_mean)
-            block_sum, block_cross = layout.channel_sum(grad_block), layout.product(grad_block, block)
-            total = block_sum if total is None else total + block_sum
-            cross = block_cross if cross is None else cross + block_cross
-        assert total is not None and cross is not None
+            total += layout.channel_sum(grad_block)
+            cross += layout.product(grad_block, layout.load(view, tile, part_mean))
         sums.append(total.flatten())
         crosses.append(cross)
     return torch.cat(sums), pad(crosses)
@@ -101,6 +95,11 @@ def _map(inputs: list[Tensor], matrices: list[Tensor], offset: Tensor, group_siz
     return result.view(inputs[0].shape)
 
 
+def _zeros(vectors: Tensor) -> Tensor:
+    """``[G, d, d]`` for vectors ``[G, d]``."""
+    return vectors.new_zeros(*vectors.shape, vectors.shape[1])
+
+
 def _layout(planes: Tensor, part: Part) -> "_Planes | _Rows":
     # Rows serve channels_last, and planes too short for a matrix product each: those are turned tile by tile.
     channels_last = planes.stride(1) == 1 and planes.shape[1] > 1
@@ -129,10 +128,9 @@ class _Planes:
             samples, positions = _tile_shape(view.numel(), batch, length)
         return ((n, s) for n in _slices(batch, samples) for s in _slices(length, positions))
 
-    @staticmethod
-    def samples(view: Tensor, tile: tuple[slice, slice]) -> int:
-        n, s = tile
-        return (n.stop - n.start) * (s.stop - s.start)
+    def tile_mean(self, view: Tensor) -> Tensor:
+        """The mean of the first tile, ``[G, d]``."""
+        return self.load(view, next(self.tiles(view)), None).mean((0, 3))
 
     def load(self, view: Tensor, tile: tuple[slice, slice], shift: Tensor | None) -> Tensor:
         """The tile in the compute dtype, less `shift` ``[G, d]``; no copy where none is needed."""
@@ -162,19 +160,15 @@ class _Planes:
         count, size = self.part.count, self.part.size
         target = out[tile[0], :, :, tile[1]]
         shape = (target.shape[0] * count, size, -1)
-        result = None
+        # The product is written where it belongs if that is one block of memory of the right dtype.
+        direct = target.is_contiguous() and target.dtype == offset.dtype
+        result = target.view(shape) if direct else target.new_empty(target.shape, dtype=offset.dtype).view(shape)
+        start = offset[:, :, None].expand(target.shape[0], count, size, 1).reshape(-1, size, 1)
         for view, matrix in zip(views, matrices, strict=True):
             block = self.load(view, tile, None).reshape(shape)
-            left = matrix.to(block.dtype).expand(target.shape[0], count, size, size).reshape(-1, size, size)
-            if result is None:
-                start = offset[:, :, None].expand(target.shape[0], count, size, 1).reshape(-1, size, 1)
-                # Written in place of a copy where the target is one block of memory of the right dtype.
-                direct = target.is_contiguous() and target.dtype == block.dtype
-                place = target.view(shape) if direct else torch.empty_like(block)
-                result = torch.baddbmm(start, left, block, out=place)
-            else:
-                result.baddbmm_(left, block)
-        if result.data_ptr() != target.data_ptr():
+            left = matrix.expand(target.shape[0], count, size, size).reshape(-1, size, size)
+            start = torch.baddbmm(start, left, block, out=result)
+        if not direct:
             target.copy_(result.view(target.shape))
 
 
@@ -193,7 +187,8 @@ class _Rows:
         samples, positions = _tile_shape(view.numel(), view.shape[1], view.shape[2])
         return ((n, s) for n in _slices(view.shape[1], samples) for s in _slices(view.shape[2], positions))
 
-    samples = staticmethod(_Planes.samples)
+    def tile_mean(self, view: Tensor) -> Tensor:
+        return self.load(view, next(self.tiles(view)), None).mean(1)
 
     def load(self, view: Tensor, tile: tuple[slice, slice], shift: Tensor | None) -> Tensor:
         block = view[:, tile[0], tile[1]]
@@ -218,15 +213,9 @@ class _Rows:
 
     def map(self, views, matrices, offset, tile, out) -> None:
         target = out[:, tile[0], tile[1]]
-        result = None
+        result = offset[:, None, :]
         for view, matrix in zip(views, matrices, strict=True):
-            block = self.load(view, tile, None)
-            right = matrix.to(block.dtype).mT
-            if result is None:
-                result = torch.baddbmm(offset[:, None, :], block, right)
-            else:
-                result.baddbmm_(block, right)
-        assert result is not None
+            result = torch.baddbmm(result, self.load(view, tile, None), matrix.mT)
         target.copy_(result.view(target.shape))
 
 
