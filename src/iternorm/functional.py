@@ -1,0 +1,300 @@
+"""Public functions: check the arguments, choose the implementation, nothing else.
+
+The signatures follow `torch.nn.functional.batch_norm`. ``impl="auto"`` takes the fast torch path on every device;
+``impl="reference"`` is the paper written plainly. An implementation that is named and cannot run raises.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from iternorm import groups, ops, plain, reference
+
+IMPLS = ("auto", "triton", "torch", "reference")
+
+
+def iter_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_whitening: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    *,
+    running_covariance: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    group_size: int | None = 64,
+    num_iters: int = 5,
+    impl: str = "auto",
+) -> Tensor:
+    """Iterative normalization: whiten each group of channels by `num_iters` Newton steps, scale and shift.
+
+    With ``training=True`` the statistics are those of the batch, and the running ones, where given, are updated in
+    place; a batch with a NaN or an infinity leaves them as they are. Otherwise the running statistics are used.
+
+    Statistics and products are fp32 for half and bfloat16 input, fp64 for fp64.
+
+    Args:
+        input: ``[N, C, ...]``, floating point, contiguous or channels_last.
+        running_mean: ``[C]``.
+        running_whitening: ``[G, d, d]``, the average of the whitening matrices (the paper's running estimate).
+        weight: ``[C]``, the scale.
+        bias: ``[C]``, the shift.
+        training: use the statistics of the batch.
+        momentum: the share of the new value in a running statistic; None is the cumulative average, for which
+            `num_batches_tracked` is needed.
+        eps: added to the diagonal of the covariance.
+        running_covariance: ``[G, d, d]``, in place of `running_whitening`: the average of the covariances.
+        num_batches_tracked: a counter of batches, counted up on its device.
+        group_size: channels whitened together, the last group holding the remainder; None is all of them.
+        num_iters: the paper's T, from 0.
+        impl: "auto", "triton", "torch" or "reference".
+
+    Example:
+        >>> x = torch.randn(32, 8, 4, 4)
+        >>> y = iter_norm(x, training=True, group_size=4)
+        >>> y.shape
+        torch.Size([32, 8, 4, 4])
+    """
+    check_num_iters(num_iters)
+    return _normalize(
+        input,
+        running_mean,
+        running_whitening,
+        running_covariance,
+        num_batches_tracked,
+        weight,
+        bias,
+        training,
+        momentum,
+        eps,
+        group_size,
+        "newton",
+        num_iters,
+        impl,
+    )
+
+
+def decorrelated_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_whitening: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    *,
+    running_covariance: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    group_size: int | None = 16,
+    solver: str = "zca",
+    impl: str = "auto",
+) -> Tensor:
+    """Decorrelated batch normalization: whiten each group of channels exactly, scale and shift.
+
+    As `iter_norm`, with `solver` "zca" (the paper's DBN), "pca" or "cholesky" in place of the Newton iteration.
+    """
+    check_solver(solver)
+    return _normalize(
+        input,
+        running_mean,
+        running_whitening,
+        running_covariance,
+        num_batches_tracked,
+        weight,
+        bias,
+        training,
+        momentum,
+        eps,
+        group_size,
+        solver,
+        0,
+        impl,
+    )
+
+
+def _normalize(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_whitening: Tensor | None,
+    running_covariance: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    group_size: int | None,
+    solver: str,
+    num_iters: int,
+    impl: str,
+) -> Tensor:
+    check_input(x)
+    check_group_size(group_size)
+    check_eps(eps)
+    check_momentum(momentum)
+    impl = choose_impl(impl)
+    num_features = x.shape[1]
+    size = groups.effective_size(num_features, group_size)
+    matrix_shape = (groups.num_groups(num_features, group_size), size, size)
+    for name, tensor, shape in (
+        ("running_mean", running_mean, (num_features,)),
+        ("running_whitening", running_whitening, matrix_shape),
+        ("running_covariance", running_covariance, matrix_shape),
+        ("weight", weight, (num_features,)),
+        ("bias", bias, (num_features,)),
+    ):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}; an input of {num_features} channels with "
+                f"group_size={group_size} needs {list(shape)}"
+            )
+    if running_whitening is not None and running_covariance is not None:
+        raise ValueError("running_whitening and running_covariance are both given; give the one the layer keeps")
+    running_matrix = running_covariance if running_whitening is None else running_whitening
+    if (running_mean is None) != (running_matrix is None):
+        raise ValueError("running_mean and running_whitening (or running_covariance) go together; give both or neither")
+
+    if not training:
+        if running_mean is None or running_matrix is None:
+            raise ValueError("training=False needs running_mean and running_whitening; give them, or training=True")
+        with torch.no_grad():
+            dtype = plain.compute_dtype(x.dtype)
+            whitening = running_matrix.to(dtype)
+            if running_covariance is not None:
+                whitening, _ = ops.inverse_sqrt(whitening, num_features, size, solver, num_iters, eps)
+        return apply(x, whitening, running_mean.to(dtype), weight, bias, size)
+
+    if x.numel() // num_features <= 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {list(x.shape)}; "
+            "use a larger batch, or eval mode"
+        )
+    if momentum is None and running_mean is not None and num_batches_tracked is None:
+        raise ValueError("momentum=None is the cumulative average and needs num_batches_tracked; give it, or a number")
+    if impl == "reference":
+        y, mean, covariance, whitening = _reference(x, weight, bias, size, solver, num_iters, eps)
+    else:
+        y, mean, covariance, whitening = ops.whiten(x, weight, bias, size, solver, num_iters, eps)
+    if running_mean is not None and running_matrix is not None:
+        value = whitening if running_covariance is None else covariance
+        _update_running(running_mean, running_matrix, num_batches_tracked, mean, value, momentum)
+    return y
+
+
+def apply(
+    x: Tensor, whitening: Tensor, mean: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int
+) -> Tensor:
+    """The third verb on given statistics, as one grouped 1x1 convolution (one more for a smaller last group).
+
+    Built of ordinary operators, so that it exports, and differentiable in everything but the statistics.
+    """
+    spatial = max(x.ndim - 2, 1)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
+    dtype = plain.compute_dtype(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        matrix, offset = ops.fold_affine(whitening, mean, weight, bias, group_size)
+        activation = (x.unsqueeze(2) if x.ndim == 2 else x).to(dtype)
+        outputs = [
+            convolve(
+                activation[:, part.channels],
+                part.of(matrix).reshape(part.count * part.size, part.size, *(1,) * spatial),
+                offset[part.channels],
+                groups=part.count,
+            )
+            for part in groups.parts(x.shape[1], group_size)
+        ]
+    y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    return (y.squeeze(2) if x.ndim == 2 else y).to(x.dtype)
+
+
+def _reference(x, weight, bias, group_size, solver, num_iters, eps):
+    solve = getattr(reference, solver)
+    whitened, mean, matrices = reference.whiten(
+        x.to(plain.compute_dtype(x.dtype)),
+        (lambda covariance: solve(covariance, num_iters)) if solver == "newton" else solve,
+        group_size,
+        eps,
+    )
+    y = reference.scale_and_shift(whitened, weight, bias).to(x.dtype)
+    parts = groups.parts(x.shape[1], group_size)
+    whitening = groups.pad([torch.stack(matrices[p.first : p.first + p.count]) for p in parts])
+    covariance = plain.moments(x.detach(), group_size)[1]
+    return y, mean.detach(), covariance, whitening.detach()
+
+
+@torch.no_grad()
+def _update_running(running_mean, running_matrix, num_batches_tracked, mean, matrix, momentum) -> None:
+    """Blend the batch's statistics in, unless one of them is not finite: decided on the device."""
+    finite = torch.isfinite(mean).all() & torch.isfinite(matrix).all()
+    if num_batches_tracked is not None:
+        num_batches_tracked.add_(finite)
+        if momentum is None:
+            # The first batches may all have been skipped: no division by a count of zero.
+            momentum = 1.0 / num_batches_tracked.clamp(min=1).to(mean.dtype)
+    for running, value in ((running_mean, mean), (running_matrix, matrix)):
+        blended = torch.lerp(running.to(value.dtype), value, momentum)
+        running.copy_(torch.where(finite, blended, running.to(value.dtype)))
+
+
+def choose_impl(impl: str) -> str:
+    if impl not in IMPLS:
+        raise ValueError(f"impl={impl!r} is not known; choose one of {', '.join(map(repr, IMPLS))}")
+    if impl == "triton":
+        raise ValueError('impl="triton" cannot run: this version has no kernels for it; use impl="auto"')
+    return "torch" if impl == "auto" else impl
+
+
+def check_input(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"input must be a tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"input has dtype {x.dtype}; convert it to a floating-point dtype, e.g. input.float()")
+    if not 2 <= x.ndim <= 5:
+        raise ValueError(f"expected an input of 2 to 5 dimensions [N, C, ...], got {x.ndim}: shape {list(x.shape)}")
+    if x.shape[1] == 0:
+        raise ValueError(f"input has no channels: shape {list(x.shape)}; the second dimension must be at least 1")
+
+
+def _is_integer(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_group_size(group_size: int | None) -> None:
+    if group_size is None:
+        return
+    if not _is_integer(group_size):
+        raise TypeError(f"group_size={group_size!r} is not an integer; give the number of channels a group, or None")
+    if group_size < 1:
+        raise ValueError(f"group_size={group_size} must be at least 1; use None to whiten all channels together")
+
+
+def check_num_iters(num_iters: int) -> None:
+    if not _is_integer(num_iters):
+        raise TypeError(f"num_iters={num_iters!r} is not an integer; give the number of Newton steps, 5 by default")
+    if num_iters < 0:
+        raise ValueError(f"num_iters={num_iters} must be at least 0; the paper uses 5")
+
+
+def check_solver(solver: str) -> None:
+    if solver not in ("zca", "pca", "cholesky"):
+        raise ValueError(f"solver={solver!r} is not known; choose one of 'zca', 'pca', 'cholesky'")
+
+
+def check_eps(eps: float) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps={eps!r} is not a number; give a small positive one, 1e-5 by default")
+    if not 0 < eps < float("inf"):
+        raise ValueError(f"eps={eps} must be positive and finite; it keeps the covariance invertible, 1e-5 by default")
+
+
+def check_momentum(momentum: float | None) -> None:
+    if momentum is None:
+        return
+    if isinstance(momentum, bool) or not isinstance(momentum, (int, float)):
+        raise TypeError(f"momentum={momentum!r} is not a number; give one from 0 to 1, or None for the average of all")
+    if not 0 <= momentum <= 1:
+        raise ValueError(f"momentum={momentum} must be from 0 to 1; None is the average of all batches")

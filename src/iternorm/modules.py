@@ -1,0 +1,383 @@
+"""Whitening layers with the whole contract of `torch.nn.BatchNorm1d/2d/3d`."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from iternorm import functional, groups, ops, plain
+
+RUNNING = ("whitening", "covariance")
+
+
+class StateDictError(RuntimeError, ValueError):
+    """A state_dict that does not fit the layer. `load_state_dict` callers expect the first base, users the second."""
+
+
+class WhiteningNorm(nn.Module):
+    """Whiten groups of channels over the mini-batch, then scale and shift: the base of all layers here.
+
+    In training the statistics are those of the batch (math.md, Eq. 1-9), and running averages of the mean and of the
+    whitening matrix (or of the covariance) are kept, as the paper does: they start at 0 and at the identity. In eval
+    the running averages are used. A batch that holds a NaN or an infinity leaves them unchanged.
+
+    Statistics and accumulation are fp32 for half and bfloat16 input and fp64 for fp64; gradients are exact, in
+    training and in eval, and twice differentiable.
+
+    Args:
+        num_features: C of an input ``[N, C, ...]``.
+        eps: added to the diagonal of the covariance.
+        momentum: the share of the new batch in the running averages; None averages all batches alike.
+        affine: learn a `weight` and a `bias` for each channel.
+        track_running_stats: keep running averages; without them batch statistics are used in eval too.
+        device: of parameters and buffers.
+        dtype: of parameters and buffers.
+        group_size: the number of channels whitened together; None is all of them. Channels are taken in order and the
+            last group holds the remainder: 160 channels by 64 are groups of 64, 64 and 32.
+        running: "whitening" averages the whitening matrices, as the paper does; "covariance" averages the covariances
+            and computes the whitening matrix from their average in eval.
+        impl: "auto", "triton", "torch" or "reference"; see `iternorm.functional`.
+    """
+
+    _version = 1
+    __constants__ = ("num_features", "eps", "momentum", "affine", "track_running_stats")
+
+    num_features: int
+    eps: float
+    momentum: float | None
+    affine: bool
+    track_running_stats: bool
+    group_size: int | None
+    running: str
+    impl: str
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor | None
+    running_whitening: Tensor | None
+    running_covariance: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    # The solver of `iternorm.solvers`, and its number of steps where it has one.
+    solver: str
+    num_iters: int = 0
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        group_size: int | None = 64,
+        running: str = "whitening",
+        impl: str = "auto",
+    ) -> None:
+        super().__init__()
+        if not isinstance(num_features, int) or isinstance(num_features, bool):
+            raise TypeError(f"num_features={num_features!r} is not an integer; give the number of channels")
+        if num_features < 1:
+            raise ValueError(f"num_features={num_features} must be at least 1; give the number of channels")
+        functional.check_eps(eps)
+        functional.check_momentum(momentum)
+        functional.check_group_size(group_size)
+        functional.choose_impl(impl)
+        if running not in RUNNING:
+            raise ValueError(f"running={running!r} is not known; choose one of {', '.join(map(repr, RUNNING))}")
+        self.num_features = num_features
+        self.eps = eps
+        self.momentum = momentum
+        self.affine = affine
+        self.track_running_stats = track_running_stats
+        self.group_size = group_size
+        self.running = running
+        self.impl = impl
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        for name in ("weight", "bias"):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_features, **factory)) if affine else None)
+        tracked = ("running_mean", f"running_{running}", "num_batches_tracked")
+        for name in ("running_mean", "running_whitening", "running_covariance", "num_batches_tracked"):
+            self.register_buffer(name, None)
+        if track_running_stats:
+            size = groups.effective_size(num_features, group_size)
+            matrix = torch.empty(groups.num_groups(num_features, group_size), size, size, **factory)
+            count = torch.tensor(0, dtype=torch.long, device=device)
+            for name, value in zip(tracked, (torch.empty(num_features, **factory), matrix, count), strict=True):
+                self.register_buffer(name, value)
+        self.reset_parameters()
+
+    @property
+    def running_matrix(self) -> Tensor | None:
+        """`running_whitening` or `running_covariance`, whichever this layer keeps."""
+        return self.running_whitening if self.running == "whitening" else self.running_covariance
+
+    @torch.no_grad()
+    def reset_running_stats(self) -> None:
+        """Mean 0, whitening (or covariance) the identity, no batches seen."""
+        if self.running_mean is None or self.running_matrix is None or self.num_batches_tracked is None:
+            return
+        self.running_mean.zero_()
+        ones = torch.ones_like(self.running_mean)
+        self.running_matrix.copy_(torch.diag_embed(groups.pad_vector(ones, self.group_size)))
+        self.num_batches_tracked.zero_()
+
+    def reset_parameters(self) -> None:
+        """Scale 1, shift 0, running statistics as new."""
+        self.reset_running_stats()
+        if self.weight is not None and self.bias is not None:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
+
+    def whitening_matrix(self) -> Tensor:
+        """The whitening matrices ``[G, d, d]`` that eval uses; the rest of a smaller last group is zero."""
+        if self.running_matrix is None:
+            raise ValueError(
+                "this layer keeps no running statistics, so eval has no fixed whitening matrix; "
+                "build it with track_running_stats=True"
+            )
+        matrix = self.running_matrix.detach().to(plain.compute_dtype(self.running_matrix.dtype))
+        if self.running == "whitening":
+            return matrix
+        size = groups.effective_size(self.num_features, self.group_size)
+        return ops.inverse_sqrt(matrix, self.num_features, size, self.solver, self.num_iters, self.eps)[0]
+
+    def forward(self, input: Tensor) -> Tensor:
+        functional.check_input(input)
+        self._check_input_dim(input)
+        if input.shape[1] != self.num_features:
+            raise ValueError(
+                f"expected an input of {self.num_features} channels (num_features), got {input.shape[1]}: "
+                f"shape {list(input.shape)}"
+            )
+        # As in BatchNorm: running statistics are updated in training if they are kept, and used in eval if they exist.
+        batch_statistics = self.training or self.running_mean is None
+        keep = not batch_statistics or self.track_running_stats
+        return functional._normalize(
+            input,
+            self.running_mean if keep else None,
+            self.running_whitening if keep else None,
+            self.running_covariance if keep else None,
+            self.num_batches_tracked if keep else None,
+            self.weight,
+            self.bias,
+            batch_statistics,
+            self.momentum,
+            self.eps,
+            self.group_size,
+            self.solver,
+            self.num_iters,
+            self.impl,
+        )
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
+            f"track_running_stats={self.track_running_stats}, group_size={self.group_size}, {self._solver_repr()}, "
+            f"running={self.running!r}"
+        )
+
+    def _solver_repr(self) -> str:
+        return f"solver={self.solver!r}"
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        translated = self._translate_state(own)
+        for name, value in translated.items():
+            expected = getattr(self, name, None)
+            if isinstance(expected, Tensor) and isinstance(value, Tensor) and value.shape != expected.shape:
+                raise StateDictError(
+                    f"state_dict[{prefix + name!r}] has shape {list(value.shape)}, this layer has "
+                    f"{list(expected.shape)}; build the layer with the num_features ({self.num_features} here) and "
+                    f"group_size ({self.group_size} here) of the saved one"
+                )
+        # The caller's dict may be shared between layers: what was translated goes into a copy.
+        renamed = {key: value for key, value in state_dict.items() if not key.startswith(prefix)}
+        renamed.update({prefix + name: value for name, value in translated.items()})
+        super()._load_from_state_dict(
+            renamed, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _translate_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """BatchNorm's keys, and those of the authors' 2019 layer, in this layer's terms."""
+        state = dict(state)
+        if self.running_matrix is None:
+            return state
+        for name in ("weight", "bias", "running_mean"):
+            # The authors keep the scale as [1, C, 1, 1] or [1, C] and the mean as [g, d, 1].
+            value = state.get(name)
+            if isinstance(value, Tensor) and value.ndim > 1 and value.numel() == self.num_features:
+                state[name] = value.reshape(-1)
+        matrix_name = f"running_{self.running}"
+        if "running_wm" in state:
+            blocks = state.pop("running_wm")
+            if self.running != "whitening":
+                raise StateDictError(
+                    "the state_dict holds averaged whitening matrices (running_wm) and this layer averages "
+                    'covariances; build it with running="whitening"'
+                )
+            state[matrix_name] = self._regroup(blocks)
+        elif "running_var" in state and matrix_name not in state:
+            state[matrix_name] = self._diagonal_from_variance(state.pop("running_var"))
+        other = "covariance" if self.running == "whitening" else "whitening"
+        if f"running_{other}" in state and matrix_name not in state:
+            raise StateDictError(
+                f"the state_dict holds running_{other} and this layer keeps {matrix_name}; "
+                f"build it with running={other!r}"
+            )
+        # BatchNorm before its version 2, and the authors, count no batches.
+        if "running_mean" in state:
+            state.setdefault("num_batches_tracked", torch.tensor(0))
+        return state
+
+    def _diagonal_from_variance(self, variance: Tensor) -> Tensor:
+        """BatchNorm's running variance as this layer's running statistic: it whitens as BatchNorm standardizes."""
+        if variance.shape != (self.num_features,):
+            raise StateDictError(
+                f"running_var has shape {list(variance.shape)}, this layer has num_features={self.num_features}; "
+                "build it with the number of channels of the saved BatchNorm"
+            )
+        if self.running == "covariance" and self.solver == "newton" and self.group_size != 1:
+            warnings.warn(
+                f"a BatchNorm state_dict was loaded into a layer with running='covariance': {self.num_iters} Newton "
+                "steps do not reach the exact root of its variances, so eval will differ from that BatchNorm; "
+                "running='whitening' reproduces it",
+                stacklevel=2,
+            )
+        values = variance if self.running == "covariance" else (variance + self.eps).rsqrt()
+        return torch.diag_embed(groups.pad_vector(values, self.group_size))
+
+    def _regroup(self, blocks: Tensor) -> Tensor:
+        """Whitening blocks ``[g, e, e]`` as this layer's ``[G, d, d]``, where every block fits inside a group."""
+        size = groups.effective_size(self.num_features, self.group_size)
+        block = blocks.shape[-1] if blocks.ndim == 3 else 0
+        if block == 0 or blocks.shape[0] * block != self.num_features or size % block:
+            raise StateDictError(
+                f"running_wm has shape {list(blocks.shape)}, which does not divide {self.num_features} channels in "
+                f"groups of {self.group_size}; build the layer with group_size={block or None}"
+            )
+        each = size // block
+        matrices = [torch.block_diag(*blocks[i : i + each]) for i in range(0, len(blocks), each)]
+        return groups.pad([torch.stack([m]) for m in matrices]) if len(matrices) > 1 else matrices[0][None]
+
+
+class _IterNorm(WhiteningNorm):
+    solver = "newton"
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        group_size: int | None = 64,
+        num_iters: int = 5,
+        running: str = "whitening",
+        impl: str = "auto",
+    ) -> None:
+        functional.check_num_iters(num_iters)
+        common: dict[str, Any] = {"group_size": group_size, "running": running, "impl": impl}
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **common)
+        self.num_iters = num_iters
+
+    def _solver_repr(self) -> str:
+        return f"num_iters={self.num_iters}"
+
+
+class _DecorrelatedBatchNorm(WhiteningNorm):
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        group_size: int | None = 16,
+        solver: str = "zca",
+        running: str = "whitening",
+        impl: str = "auto",
+    ) -> None:
+        functional.check_solver(solver)
+        common: dict[str, Any] = {"group_size": group_size, "running": running, "impl": impl}
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **common)
+        self.solver = solver
+
+
+class _Rank1d(WhiteningNorm):
+    def _check_input_dim(self, input: Tensor) -> None:
+        _check_rank(input, (2, 3), "[N, C] or [N, C, L]")
+
+
+class _Rank2d(WhiteningNorm):
+    def _check_input_dim(self, input: Tensor) -> None:
+        _check_rank(input, (4,), "[N, C, H, W]")
+
+
+class _Rank3d(WhiteningNorm):
+    def _check_input_dim(self, input: Tensor) -> None:
+        _check_rank(input, (5,), "[N, C, D, H, W]")
+
+
+def _check_rank(input: Tensor, ranks: tuple[int, ...], form: str) -> None:
+    if input.ndim not in ranks:
+        expected = " or ".join(map(str, ranks))
+        raise ValueError(f"expected {expected}D input {form}, got {input.ndim}D input of shape {list(input.shape)}")
+
+
+class IterNorm1d(_Rank1d, _IterNorm):
+    """Iterative normalization of ``[N, C]`` or ``[N, C, L]``; see `WhiteningNorm`.
+
+    `num_iters` is the paper's T, the number of Newton steps, from 0.
+
+    Example:
+        >>> IterNorm1d(10, group_size=5)(torch.randn(8, 10)).shape
+        torch.Size([8, 10])
+    """
+
+
+class IterNorm2d(_Rank2d, _IterNorm):
+    """Iterative normalization of ``[N, C, H, W]``; see `WhiteningNorm`.
+
+    `num_iters` is the paper's T, the number of Newton steps, from 0.
+
+    Example:
+        >>> IterNorm2d(128)(torch.randn(8, 128, 4, 4)).shape
+        torch.Size([8, 128, 4, 4])
+    """
+
+
+class IterNorm3d(_Rank3d, _IterNorm):
+    """Iterative normalization of ``[N, C, D, H, W]``; see `WhiteningNorm`.
+
+    `num_iters` is the paper's T, the number of Newton steps, from 0.
+    """
+
+
+class DecorrelatedBatchNorm1d(_Rank1d, _DecorrelatedBatchNorm):
+    """Decorrelated batch normalization of ``[N, C]`` or ``[N, C, L]``; see `WhiteningNorm`.
+
+    `solver` is "zca" (the paper's DBN), "pca" or "cholesky". Principal axes can change places from batch to batch,
+    which spoils an average of their whitening matrices: give "pca" ``running="covariance"``.
+    """
+
+
+class DecorrelatedBatchNorm2d(_Rank2d, _DecorrelatedBatchNorm):
+    """Decorrelated batch normalization of ``[N, C, H, W]``; see `DecorrelatedBatchNorm1d`."""
+
+
+class DecorrelatedBatchNorm3d(_Rank3d, _DecorrelatedBatchNorm):
+    """Decorrelated batch normalization of ``[N, C, D, H, W]``; see `DecorrelatedBatchNorm1d`."""

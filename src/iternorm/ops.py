@@ -1,0 +1,212 @@
+"""The normalization of a batch as one differentiable function: moments, inverse_sqrt, apply, and their backward.
+
+`whiten` joins the three verbs with an analytic backward (docs/math.md, section 5) that saves the input and small
+matrices. The verbs that touch the activation are torch.library operators with a schema and a fake, so that
+`torch.compile` and `torch.export` see four opaque calls in place of loops over tiles; eager code calls them directly.
+"""
+
+import torch
+from torch import Tensor
+
+from iternorm import groups, plain, solvers
+
+
+@torch.library.custom_op("iternorm::moments", mutates_args=())
+def _moments_op(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    with _no_autocast(x):
+        return plain.moments(x, group_size)
+
+
+@_moments_op.register_fake
+def _(x, group_size):
+    dtype = plain.compute_dtype(x.dtype)
+    return x.new_empty(x.shape[1], dtype=dtype), _matrices_like(x, group_size, dtype)
+
+
+@torch.library.custom_op("iternorm::cross_moments", mutates_args=())
+def _cross_moments_op(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    with _no_autocast(x):
+        return plain.cross_moments(grad, x, mean, group_size)
+
+
+@_cross_moments_op.register_fake
+def _(grad, x, mean, group_size):
+    return torch.empty_like(mean), _matrices_like(x, group_size, mean.dtype)
+
+
+@torch.library.custom_op("iternorm::affine", mutates_args=())
+def _affine_op(x: Tensor, matrix: Tensor, offset: Tensor, group_size: int) -> Tensor:
+    with _no_autocast(x):
+        return plain.affine(x, matrix, offset, group_size)
+
+
+@_affine_op.register_fake
+def _(x, matrix, offset, group_size):
+    return _map_like(x)
+
+
+@torch.library.custom_op("iternorm::affine_pair", mutates_args=())
+def _affine_pair_op(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offset: Tensor, group_size: int) -> Tensor:
+    with _no_autocast(x):
+        return plain.affine_pair(grad, x, first, second, offset, group_size)
+
+
+@_affine_pair_op.register_fake
+def _(grad, x, first, second, offset, group_size):
+    return _map_like(x)
+
+
+def _matrices_like(x: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
+    size = groups.effective_size(x.shape[1], group_size)
+    return x.new_empty(groups.num_groups(x.shape[1], group_size), size, size, dtype=dtype)
+
+
+def _map_like(x: Tensor) -> Tensor:
+    return torch.empty_like(plain.as_planes(x)).view(x.shape)
+
+
+def _no_autocast(x: Tensor):
+    """Autocast would turn the products of fp32 statistics into half precision."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def whiten(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, solver: str, num_iters: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Whiten a batch, scale and shift.
+
+    Returns:
+        The output, and without gradient the mean ``[C]``, the covariance (without eps) and the whitening matrices
+        ``[G, d, d]`` of the batch.
+    """
+    return _Whiten.apply(x, weight, bias, group_size, solver, num_iters, eps)  # pyright: ignore[reportReturnType]
+
+
+class _Whiten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, group_size, solver, num_iters, eps):
+        with _no_autocast(x):
+            mean, covariance = _call(_moments_op, x, group_size)
+            whitening, solved = inverse_sqrt(covariance, x.shape[1], group_size, solver, num_iters, eps)
+            matrix, offset = fold_affine(whitening, mean, weight, bias, group_size)
+            y = _call(_affine_op, x, matrix, offset, group_size)
+        ctx.save_for_backward(x, weight, bias, mean, whitening, *(t for state in solved for t in state))
+        ctx.mark_non_differentiable(mean, covariance, whitening)
+        ctx.num_parts = len(solved)
+        ctx.config = group_size, solver, num_iters, eps
+        return y, mean, covariance, whitening
+
+    @staticmethod
+    def backward(ctx, grad, *_unused):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, bias, mean, whitening, *state = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return *_differentiable_backward(grad, (x, weight, bias), needs, ctx.config), None, None, None, None
+        group_size, solver, num_iters, _ = ctx.config
+        num_features = x.shape[1]
+        grad_x = grad_weight = grad_bias = None
+        with _no_autocast(x):
+            grad_sum, cross = _call(_cross_moments_op, grad, x, mean, group_size)
+            if needs[1]:
+                grad_weight = groups.unpad_vector((cross * whitening).sum(-1), num_features).to(weight.dtype)
+            if needs[2]:
+                grad_bias = grad_sum.to(bias.dtype)
+            if needs[0]:
+                each = len(state) // ctx.num_parts
+                solved = [tuple(state[i * each : (i + 1) * each]) for i in range(ctx.num_parts)]
+                grad_whitening = _scale_rows(cross, weight, group_size)
+                grad_covariance = inverse_sqrt_backward(grad_whitening, whitening, solved, x, ctx.config)
+                num_samples = x.numel() // num_features
+                second = grad_covariance * (2 / num_samples)
+                first = _scale_rows(whitening, weight, group_size).mT
+                offset = _on_vector(first, grad_sum, group_size) / -num_samples - _on_vector(second, mean, group_size)
+                grad_x = _call(_affine_pair_op, grad, x, first, second, offset, group_size)
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def _call(op, *args):
+    """An operator in eager mode is its Python function: the dispatcher is needed only where a graph is recorded."""
+    return op(*args) if torch.compiler.is_compiling() else op._init_fn(*args)
+
+
+def inverse_sqrt(
+    covariance: Tensor, num_features: int, group_size: int, solver: str, num_iters: int, eps: float
+) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+    """Whitening matrices ``[G, d, d]`` of covariances without eps, and what `inverse_sqrt_backward` needs by part."""
+    matrices, solved = [], []
+    for part in groups.parts(num_features, group_size):
+        regularized = _regularized(part.of(covariance), eps)
+        whitening, saved = solvers.solve(regularized, solver, num_iters)
+        matrices.append(whitening)
+        solved.append((regularized, *saved))
+    return groups.pad(matrices), solved
+
+
+def inverse_sqrt_backward(grad, whitening, solved, x, config) -> Tensor:
+    group_size, solver, num_iters, _ = config
+    gradients = [
+        solvers.solve_backward(part.of(grad), state[0], part.of(whitening), state[1:], solver, num_iters)
+        for part, state in zip(groups.parts(x.shape[1], group_size), solved, strict=True)
+    ]
+    return groups.pad(gradients)
+
+
+def fold_affine(
+    whitening: Tensor, mean: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int
+) -> tuple[Tensor, Tensor]:
+    """A ``[G, d, d]`` and c ``[C]`` of y = A x + c: A = diag(γ) W, c = β - A μ (math.md, Eq. 2)."""
+    matrix = _scale_rows(whitening, weight, group_size)
+    offset = -_on_vector(matrix, mean, group_size)
+    return matrix, offset if bias is None else offset + bias.to(offset.dtype)
+
+
+def _regularized(covariance: Tensor, eps: float) -> Tensor:
+    return covariance + eps * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+
+
+def _scale_rows(matrix: Tensor, weight: Tensor | None, group_size: int) -> Tensor:
+    return matrix if weight is None else matrix * groups.pad_vector(weight.to(matrix.dtype), group_size)[:, :, None]
+
+
+def _on_vector(matrix: Tensor, vector: Tensor, group_size: int) -> Tensor:
+    product = matrix @ groups.pad_vector(vector, group_size)[:, :, None]
+    return groups.unpad_vector(product, len(vector))
+
+
+def _differentiable_backward(grad, inputs, needs, config):
+    """The gradients as differentiable functions of `grad` and the inputs, for a graph of the backward.
+
+    The forward is written out once more from the input, in operations that autograd and `iternorm.solvers`
+    differentiate, and differentiated with `create_graph`.
+    """
+    wanted = [t for t, needed in zip(inputs, needs, strict=True) if needed]
+    with torch.enable_grad(), _no_autocast(inputs[0]):
+        y = differentiable_whiten(*inputs, *config)
+        gradients = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+    return [next(gradients) if needed else None for needed in needs]
+
+
+def differentiable_whiten(x, weight, bias, group_size, solver, num_iters, eps) -> Tensor:
+    """`whiten` by a centred copy and batched products: differentiable to any order the solver is."""
+    planes = plain.as_planes(x).to(plain.compute_dtype(x.dtype))
+    outputs = []
+    for part in groups.parts(x.shape[1], group_size):
+        block = planes[:, part.channels].unflatten(1, (part.count, part.size))  # [N, G, d, L]
+        centered = block - block.mean((0, 3), keepdim=True)
+        samples = centered.permute(1, 2, 0, 3).flatten(2)  # [G, d, m]
+        covariance = _regularized(samples @ samples.mT / samples.shape[2], eps)
+        outputs.append((SOLVE[solver](covariance, num_iters) @ centered).flatten(1, 2))
+    y = torch.cat(outputs, 1)
+    if weight is not None:
+        y = y * weight[:, None]
+    if bias is not None:
+        y = y + bias[:, None]
+    return y.to(x.dtype).view(x.shape)
+
+
+SOLVE = {
+    "newton": solvers.newton,
+    "zca": lambda covariance, _: solvers.zca(covariance),
+    "pca": lambda covariance, _: solvers.pca(covariance),
+    "cholesky": lambda covariance, _: solvers.cholesky(covariance),
+}

@@ -1,0 +1,238 @@
+"""The verbs `moments` and `apply` in plain torch, for any device, dtype and memory format.
+
+The activation is read where it lies: no transposed and no centred copy of it is made. Work goes tile by tile through a
+workspace of a fraction of the activation, in fp32 for half and bfloat16 input. There is no autograd here: these are
+the forward and backward passes that `iternorm.ops` joins. Matrices are padded ``[G, d, d]`` (see `iternorm.groups`).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from iternorm.groups import Part, pad, parts
+
+# The largest workspace tile, in elements: 4 MB of fp32. On two cores of an AMD EPYC with 1 MB of L2 each and 32 MB of
+# L3, tiles of an eighth of a 64x64x32x32 activation cost what one product over the whole costs; smaller ones cost more.
+_TILE = 1 << 20
+_TILES = 8
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and accumulation: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def as_planes(x: Tensor) -> Tensor:
+    """The activation as ``[N, C, L]``, a view for contiguous and for channels_last memory."""
+    return x.unsqueeze(2) if x.ndim == 2 else x.flatten(2)
+
+
+def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Mean ``[C]`` and biased covariance ``[G, d, d]`` in one pass over the activation (math.md, Eq. 3-4).
+
+    Second moments are taken about a pilot, the mean of the first tile: a channel whose mean is large beside its
+    deviation keeps its accuracy, and no state or second pass is needed.
+    """
+    planes = as_planes(x)
+    means, covariances = [], []
+    for part in parts(planes.shape[1], group_size):
+        layout = _layout(planes, part)
+        view = layout.view(planes)
+        pilot = total = second = None
+        for tile in layout.tiles(view):
+            if pilot is None:
+                pilot = layout.channel_sum(layout.load(view, tile, None)) / layout.samples(view, tile)
+            block = layout.load(view, tile, pilot)
+            block_sum, block_gram = layout.channel_sum(block), layout.product(block, block)
+            total = block_sum if total is None else total + block_sum
+            second = block_gram if second is None else second + block_gram
+        assert pilot is not None and total is not None and second is not None
+        num_samples = planes.shape[0] * planes.shape[2]
+        delta = total / num_samples
+        means.append((pilot + delta).flatten())
+        covariances.append(second / num_samples - delta[:, :, None] * delta[:, None, :])
+    return torch.cat(means), pad(covariances)
+
+
+def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Σ dy ``[C]`` and Σ dy (x - mean)ᵀ ``[G, d, d]`` (math.md, Eq. 21)."""
+    grad_planes, planes = as_planes(grad), as_planes(x)
+    sums, crosses = [], []
+    for part in parts(planes.shape[1], group_size):
+        layout = _layout(planes, part)
+        grad_view, view = layout.view(grad_planes), layout.view(planes)
+        part_mean = mean[part.channels].view(part.count, part.size)
+        total = cross = None
+        for tile in layout.tiles(view):
+            grad_block = layout.load(grad_view, tile, None)
+            block = layout.load(view, tile, part_mean)
+            block_sum, block_cross = layout.channel_sum(grad_block), layout.product(grad_block, block)
+            total = block_sum if total is None else total + block_sum
+            cross = block_cross if cross is None else cross + block_cross
+        assert total is not None and cross is not None
+        sums.append(total.flatten())
+        crosses.append(cross)
+    return torch.cat(sums), pad(crosses)
+
+
+def affine(x: Tensor, matrix: Tensor, offset: Tensor, group_size: int) -> Tensor:
+    """y = A x + c for each group: A ``[G, d, d]``, c ``[C]`` (math.md, Eq. 2)."""
+    return _map([x], [matrix], offset, group_size)
+
+
+def affine_pair(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offset: Tensor, group_size: int) -> Tensor:
+    """dx = A dy + B x + c for each group, in the memory format of x (math.md, Eq. 24)."""
+    return _map([x, grad], [second, first], offset, group_size)
+
+
+def _map(inputs: list[Tensor], matrices: list[Tensor], offset: Tensor, group_size: int) -> Tensor:
+    """Σ_i A_i x_i + c; the result is laid out as the first input."""
+    planes = [as_planes(x) for x in inputs]
+    result = torch.empty_like(planes[0])
+    for part in parts(planes[0].shape[1], group_size):
+        layout = _layout(planes[0], part)
+        views = [layout.view(p) for p in planes]
+        out = layout.view(result)
+        part_matrices = [part.of(m) for m in matrices]
+        part_offset = offset[part.channels].view(part.count, part.size)
+        for tile in layout.tiles(out, mapping=True):
+            layout.map(views, part_matrices, part_offset, tile, out)
+    return result.view(inputs[0].shape)
+
+
+def _layout(planes: Tensor, part: Part) -> "_Planes | _Rows":
+    # Rows serve channels_last, and planes too short for a matrix product each: those are turned tile by tile.
+    channels_last = planes.stride(1) == 1 and planes.shape[1] > 1
+    return _Rows(part) if channels_last or planes.shape[2] < part.size else _Planes(part)
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))
+
+
+class _Planes:
+    """Tiles of ``[n, G, d, l]``: whole planes of a contiguous activation, one matrix a sample and group."""
+
+    def __init__(self, part: Part):
+        self.part = part
+
+    def view(self, planes: Tensor) -> Tensor:
+        return planes[:, self.part.channels].unflatten(1, (self.part.count, self.part.size))
+
+    def tiles(self, view: Tensor, mapping: bool = False) -> Iterator[tuple[slice, slice]]:
+        batch, _, size, length = view.shape
+        if mapping and view.dtype == compute_dtype(view.dtype):
+            # The map needs no workspace but the matrix repeated for each sample: a sixteenth of the activation.
+            samples, positions = max(1, min(batch, batch * length // (16 * size))), length
+        else:
+            samples, positions = _tile_shape(view.numel(), batch, length)
+        return ((n, s) for n in _slices(batch, samples) for s in _slices(length, positions))
+
+    @staticmethod
+    def samples(view: Tensor, tile: tuple[slice, slice]) -> int:
+        n, s = tile
+        return (n.stop - n.start) * (s.stop - s.start)
+
+    def load(self, view: Tensor, tile: tuple[slice, slice], shift: Tensor | None) -> Tensor:
+        """The tile in the compute dtype, less `shift` ``[G, d]``; no copy where none is needed."""
+        block = view[tile[0], :, :, tile[1]]
+        dtype = compute_dtype(view.dtype)
+        if shift is None:
+            block = block.to(dtype)
+            return block if block.stride(3) == 1 else block.contiguous()
+        return torch.sub(block, shift[:, :, None], out=torch.empty(block.shape, dtype=dtype, device=block.device))
+
+    @staticmethod
+    def channel_sum(block: Tensor) -> Tensor:
+        return block.sum((0, 3))
+
+    @staticmethod
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        """Σ over samples and positions of left rightᵀ, ``[G, d, d]``."""
+        if left is right and left.shape[2] >= 64:
+            # A Gram matrix is symmetric: the lower left quarter is the upper right one.
+            half = left.shape[2] // 2
+            top = torch.matmul(left[:, :, :half], left.mT).sum(0)
+            corner = torch.matmul(left[:, :, half:], left[:, :, half:].mT).sum(0)
+            return torch.cat([top, torch.cat([top[:, :, half:].mT, corner], 2)], 1)
+        return torch.matmul(left, right.mT).sum(0)
+
+    def map(self, views, matrices, offset, tile, out) -> None:
+        count, size = self.part.count, self.part.size
+        target = out[tile[0], :, :, tile[1]]
+        shape = (target.shape[0] * count, size, -1)
+        result = None
+        for view, matrix in zip(views, matrices, strict=True):
+            block = self.load(view, tile, None).reshape(shape)
+            left = matrix.to(block.dtype).expand(target.shape[0], count, size, size).reshape(-1, size, size)
+            if result is None:
+                start = offset[:, :, None].expand(target.shape[0], count, size, 1).reshape(-1, size, 1)
+                # Written in place of a copy where the target is one block of memory of the right dtype.
+                direct = target.is_contiguous() and target.dtype == block.dtype
+                place = target.view(shape) if direct else torch.empty_like(block)
+                result = torch.baddbmm(start, left, block, out=place)
+            else:
+                result.baddbmm_(left, block)
+        if result.data_ptr() != target.data_ptr():
+            target.copy_(result.view(target.shape))
+
+
+class _Rows:
+    """Tiles of ``[G, r, d]``: rows of channels, as channels_last memory has them."""
+
+    def __init__(self, part: Part):
+        self.part = part
+
+    def view(self, planes: Tensor) -> Tensor:
+        """``[G, N, L, d]``."""
+        rows = planes[:, self.part.channels].transpose(1, 2)
+        return rows.unflatten(2, (self.part.count, self.part.size)).permute(2, 0, 1, 3)
+
+    def tiles(self, view: Tensor, mapping: bool = False) -> Iterator[tuple[slice, slice]]:
+        samples, positions = _tile_shape(view.numel(), view.shape[1], view.shape[2])
+        return ((n, s) for n in _slices(view.shape[1], samples) for s in _slices(view.shape[2], positions))
+
+    samples = staticmethod(_Planes.samples)
+
+    def load(self, view: Tensor, tile: tuple[slice, slice], shift: Tensor | None) -> Tensor:
+        block = view[:, tile[0], tile[1]]
+        dtype = compute_dtype(view.dtype)
+        if shift is None:
+            block = block.flatten(1, 2).to(dtype)
+            return block if block.stride(2) == 1 else block.contiguous()
+        place = torch.empty(block.shape, dtype=dtype, device=block.device)
+        return torch.sub(block, shift[:, None, None, :], out=place).flatten(1, 2)
+
+    @staticmethod
+    def channel_sum(block: Tensor) -> Tensor:
+        return block.sum(1)
+
+    @staticmethod
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        # One long product of small matrices keeps one core busy; several shorter ones share the cores.
+        rows = left.shape[1]
+        pieces = next(p for p in (8, 4, 2, 1) if rows % p == 0)
+        left, right = (t.unflatten(1, (pieces, rows // pieces)) for t in (left, right))
+        return torch.matmul(left.mT, right).sum(1)
+
+    def map(self, views, matrices, offset, tile, out) -> None:
+        target = out[:, tile[0], tile[1]]
+        result = None
+        for view, matrix in zip(views, matrices, strict=True):
+            block = self.load(view, tile, None)
+            right = matrix.to(block.dtype).mT
+            if result is None:
+                result = torch.baddbmm(offset[:, None, :], block, right)
+            else:
+                result.baddbmm_(block, right)
+        assert result is not None
+        target.copy_(result.view(target.shape))
+
+
+def _tile_shape(numel: int, batch: int, length: int) -> tuple[int, int]:
+    """Samples and positions of a tile: an eighth of the activation, at most `_TILE` elements where that is possible."""
+    tiles = max(_TILES, -(-numel // _TILE))
+    samples = max(1, batch // tiles)
+    positions = length if batch >= tiles else max(1, -(-length * batch // tiles))
+    return samples, positions

@@ -1,0 +1,236 @@
+"""Covariance -> whitening matrix: the verb `inverse_sqrt`, four ways, each with an exact backward of its own.
+
+`newton`, `zca`, `pca` and `cholesky` take a batch of symmetric positive definite matrices ``[..., d, d]`` (the caller
+has put eps on the diagonal) and return the whitening matrices W, with W Σ Wᵀ = I at convergence. They are twice
+differentiable. `solve` and `solve_backward` are the same computations without autograd, for callers that write their
+own backward. Derivations: docs/math.md, sections 3 and 4.
+"""
+
+import torch
+from torch import Tensor
+
+SOLVERS = ("newton", "zca", "pca", "cholesky")
+
+
+def newton(covariance: Tensor, num_iters: int) -> Tensor:
+    """Σ^{-1/2} approximated by `num_iters` Newton steps on the trace-normalized covariance (math.md, Eq. 8-9).
+
+    The same polynomial as the paper's P-form for every `num_iters` from 0, computed in a coupled form that stays
+    accurate past convergence.
+
+    Example:
+        >>> covariance = torch.tensor([[4.0, 0.0], [0.0, 1.0]])
+        >>> newton(covariance, num_iters=10)
+        tensor([[0.5000, 0.0000],
+                [0.0000, 1.0000]])
+    """
+    return _Solve.apply(covariance, "newton", num_iters)  # pyright: ignore[reportReturnType]
+
+
+def zca(covariance: Tensor) -> Tensor:
+    """D Λ^{-1/2} Dᵀ by eigendecomposition: the symmetric whitening matrix (math.md, Eq. 13)."""
+    return _Solve.apply(covariance, "zca", 0)  # pyright: ignore[reportReturnType]
+
+
+def pca(covariance: Tensor) -> Tensor:
+    """Λ^{-1/2} Dᵀ: whitening along the principal axes, largest variance first (math.md, Eq. 16).
+
+    Each eigenvector is signed so that its component of largest magnitude is positive. Axes with equal eigenvalues
+    are arbitrary within their subspace; the gradient along such an ambiguity is taken as zero.
+    """
+    return _Solve.apply(covariance, "pca", 0)  # pyright: ignore[reportReturnType]
+
+
+def cholesky(covariance: Tensor) -> Tensor:
+    """L^{-1} for Σ = L Lᵀ: the lower-triangular whitening matrix (math.md, Eq. 19).
+
+    A matrix that is not positive definite in the working precision gives NaN, without a synchronization.
+    """
+    return _Solve.apply(covariance, "cholesky", 0)  # pyright: ignore[reportReturnType]
+
+
+def solve(covariance: Tensor, solver: str, num_iters: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The whitening matrix, and what `solve_backward` needs beside the covariance and the whitening matrix."""
+    if solver == "newton":
+        return _newton(covariance, num_iters), ()
+    if solver == "cholesky":
+        return _cholesky(covariance), ()
+    eigenvalues, vectors = _eigh(covariance)
+    if solver == "zca":
+        return (vectors * eigenvalues.rsqrt()[..., None, :]) @ vectors.mT, (eigenvalues, vectors)
+    return _pca_from_eigh(eigenvalues, vectors), (eigenvalues, vectors)
+
+
+def solve_backward(
+    grad: Tensor, covariance: Tensor, whitening: Tensor, saved: tuple[Tensor, ...], solver: str, num_iters: int
+) -> Tensor:
+    """The symmetric gradient for the covariance, given the gradient for the whitening matrix."""
+    if solver == "newton":
+        return _newton_backward(grad, covariance, whitening, num_iters)
+    if solver == "cholesky":
+        return _cholesky_backward(grad, whitening)
+    if solver == "zca":
+        return _zca_backward(grad, *saved)
+    return _pca_backward(grad, *saved)
+
+
+class _Solve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, covariance, solver, num_iters):
+        whitening, saved = solve(covariance, solver, num_iters)
+        ctx.save_for_backward(covariance, whitening, *saved)
+        ctx.solver, ctx.num_iters = solver, num_iters
+        return whitening
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        covariance, whitening, *saved = ctx.saved_tensors
+        # A graph of the backward is wanted, so the eigenpairs must carry their dependence on the covariance. The
+        # other two solvers use only the input and the output, which autograd already follows.
+        if saved and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if ctx.solver == "zca":
+                return _ZcaBackward.apply(grad, covariance, *saved), None, None
+            saved = _eigh(covariance)
+        return solve_backward(grad, covariance, whitening, tuple(saved), ctx.solver, ctx.num_iters), None, None
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    return (matrix + matrix.mT) / 2
+
+
+def _trace(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+
+
+def _step_matrix(residual: Tensor) -> Tensor:
+    """M = (3 I - R) / 2."""
+    step = residual * -0.5
+    step.diagonal(dim1=-2, dim2=-1).add_(1.5)
+    return step
+
+
+def _newton(covariance: Tensor, num_iters: int) -> Tensor:
+    trace = _trace(covariance)
+    if num_iters == 0:
+        identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+        return identity * trace.rsqrt()
+    residual = covariance / trace
+    step = _step_matrix(residual)
+    iterate = step
+    for _ in range(num_iters - 1):
+        residual = step @ (residual @ step)
+        step = _step_matrix(residual)
+        iterate = iterate @ step
+    return iterate * trace.rsqrt()
+
+
+def _newton_backward(grad: Tensor, covariance: Tensor, whitening: Tensor, num_iters: int) -> Tensor:
+    """Eq. 10-12: the forward derivative of the iteration in the direction of the gradient, which is self-adjoint."""
+    trace = _trace(covariance)
+    identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    # <grad, W> / (2 tr) is the part of W = P / sqrt(tr) that goes through the trace.
+    through_trace = (grad * whitening).sum((-2, -1), keepdim=True) / 2
+    if num_iters == 0:
+        return -through_trace / trace * identity
+    normalized = covariance / trace
+    d_residual = _symmetric(grad) * trace.rsqrt()
+    d_iterate = d_residual * -0.5
+    residual = normalized
+    step = _step_matrix(residual)
+    iterate = step
+    for k in range(1, num_iters):
+        product = residual @ step
+        mixed = d_residual @ product
+        d_residual = step @ (d_residual @ step) - _symmetric(mixed)
+        residual = step @ product
+        step = _step_matrix(residual)
+        d_iterate = d_iterate @ step - 0.5 * (iterate @ d_residual)
+        if k < num_iters - 1:
+            iterate = iterate @ step
+    d_normalized = _symmetric(d_iterate)
+    through_trace = through_trace + (d_normalized * normalized).sum((-2, -1), keepdim=True)
+    return (d_normalized - through_trace * identity) / trace
+
+
+def _eigh(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors, the eigenvalues kept above what rounding makes of zero."""
+    eigenvalues, vectors = torch.linalg.eigh(covariance)
+    info = torch.finfo(covariance.dtype)
+    # eigh's own error is about eps times the largest eigenvalue: below that an eigenvalue is noise, and may be
+    # negative. The second floor keeps the cube of its root, which the backward divides by, above underflow.
+    floor = (eigenvalues[..., -1:] * info.eps).clamp(min=info.tiny**0.5)
+    return torch.maximum(eigenvalues, floor), vectors
+
+
+def _divided_difference(roots: Tensor) -> Tensor:
+    """(λi^{-1/2} - λj^{-1/2}) / (λi - λj) = -1 / (√λi √λj (√λi + √λj)): no difference of eigenvalues (Eq. 14)."""
+    left, right = roots[..., :, None], roots[..., None, :]
+    return -1 / (left * right * (left + right))
+
+
+def _zca_backward(grad: Tensor, eigenvalues: Tensor, vectors: Tensor) -> Tensor:
+    inner = vectors.mT @ _symmetric(grad) @ vectors
+    return vectors @ (_divided_difference(eigenvalues.sqrt()) * inner) @ vectors.mT
+
+
+class _ZcaBackward(torch.autograd.Function):
+    """`_zca_backward` with its own exact backward, by second divided differences (Eq. 15)."""
+
+    @staticmethod
+    def forward(ctx, grad, covariance, eigenvalues, vectors):
+        ctx.save_for_backward(grad, eigenvalues, vectors)
+        return _zca_backward(grad, eigenvalues, vectors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad, eigenvalues, vectors = ctx.saved_tensors
+        roots = eigenvalues.sqrt()
+        i, j, k = roots[..., :, None, None], roots[..., None, :, None], roots[..., None, None, :]
+        second = (i + j + k) / (i * j * k * (i + j) * (j + k) * (i + k))
+        left = vectors.mT @ _symmetric(grad) @ vectors
+        right = vectors.mT @ _symmetric(grad_output) @ vectors
+        inner = torch.einsum("...ijk,...ik,...kj->...ij", second, left, right)
+        for_covariance = vectors @ (inner + inner.mT) @ vectors.mT
+        return _zca_backward(grad_output, eigenvalues, vectors), for_covariance, None, None
+
+
+def _pca_from_eigh(eigenvalues: Tensor, vectors: Tensor) -> Tensor:
+    whitening = (eigenvalues.rsqrt()[..., None, :] * vectors * _signs(vectors)).mT
+    return whitening.flip(-2)
+
+
+def _signs(vectors: Tensor) -> Tensor:
+    """The sign of each eigenvector's component of largest magnitude, ``[..., 1, d]``."""
+    return vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True)).sign().detach()
+
+
+def _pca_backward(grad: Tensor, eigenvalues: Tensor, vectors: Tensor) -> Tensor:
+    """Eq. 17-18: only the antisymmetric part of the gradient needs the gap between two eigenvalues."""
+    signed = vectors * _signs(vectors)
+    inner = grad.flip(-2) @ signed
+    roots = eigenvalues.sqrt()
+    left, right = roots[..., :, None], roots[..., None, :]
+    gap = eigenvalues[..., :, None] - eigenvalues[..., None, :]
+    # Axes whose eigenvalues agree to rounding are arbitrary in their plane, and so is a gradient that turns them.
+    resolved = gap.abs() > torch.finfo(gap.dtype).eps * eigenvalues.shape[-1] * eigenvalues[..., -1:, None]
+    turning = torch.where(resolved, (1 / left + 1 / right) / torch.where(resolved, gap, 1), 0)
+    antisymmetric = (inner - inner.mT) / 2
+    result = (_divided_difference(roots) * _symmetric(inner) + turning * antisymmetric) / 2
+    # A pair of axes shares its term between two entries, a single axis does not.
+    result = result + torch.diag_embed(result.diagonal(dim1=-2, dim2=-1))
+    return signed @ result @ signed.mT
+
+
+def _cholesky(covariance: Tensor) -> Tensor:
+    factor, info = torch.linalg.cholesky_ex(covariance)
+    identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    whitening = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
+    return torch.where((info == 0)[..., None, None], whitening, torch.nan)
+
+
+def _cholesky_backward(grad: Tensor, whitening: Tensor) -> Tensor:
+    """Eq. 20, in terms of W alone."""
+    lower = -(grad.tril() @ whitening.mT).tril()
+    lower = lower - torch.diag_embed(lower.diagonal(dim1=-2, dim2=-1) / 2)
+    return whitening.mT @ _symmetric(lower) @ whitening
