@@ -6,6 +6,7 @@ OSError or a missing package, and is printed as one line; `iternorm --traceback 
 
 import functools
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ console = Console()
 _errors = Console(stderr=True)
 
 # The extra that brings a package the command line's verbs may miss.
-_EXTRA_OF = {"sklearn": "demo", "matplotlib": "plots"}
+_EXTRA_OF = {"sklearn": "demo", "matplotlib": "demo"}
 
 
 def verb(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +58,13 @@ def _escape(text: str) -> str:
     return escape(text)
 
 
+def _require(*packages: str) -> None:
+    """Fail before the work, not after it, where a package it needs is missing."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+
 def _progress() -> Progress:
     return Progress(
         TextColumn("{task.description}"),
@@ -70,7 +78,7 @@ def _progress() -> Progress:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from . import __version__
+        from iternorm import __version__
 
         console.print(f"iternorm {__version__}", highlight=False)
         raise typer.Exit
@@ -88,13 +96,16 @@ def options(
 
 @verb
 def demo(
-    out: Annotated[Path, typer.Option(file_okay=False, help="The folder for report.html and results.json.")] = Path("iternorm-demo"),
+    out: Annotated[Path, typer.Option(file_okay=False, help="The folder for report.html and results.json.")] = Path(
+        "iternorm-demo"
+    ),
     epochs: Annotated[int, typer.Option(help="Passes over the training set, each one full-batch step.")] = 60,
     seed: Annotated[int, typer.Option(help="Decides the initial weights.")] = 0,
 ) -> None:
     """Train the paper's MLP on handwritten digits with four normalizations and write a report (about half a minute)."""
-    from .experiments import demo as experiment
-    from .experiments import demo_report
+    _require("sklearn", "matplotlib")
+    from iternorm.experiments import demo as experiment
+    from iternorm.experiments import demo_report
 
     with _progress() as progress:
         task = progress.add_task("training", total=experiment.count_steps(epochs))
@@ -112,11 +123,13 @@ def demo(
 def bench(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Timings of each layer; the median is shown.")] = 15,
-    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write every timing and the provenance to this file.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write every timing and the provenance to this file.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; torch's own number unless given.")] = None,
 ) -> None:
     """Time the layers, forward and backward, against a convolution, BatchNorm and the authors' formulation."""
-    from . import bench as benchmark
+    from iternorm import bench as benchmark
 
     benchmark.check_arguments(device, rounds, threads)
     with _progress() as progress:
@@ -131,7 +144,7 @@ def bench(
     if json is not None:
         from json import dumps
 
-        from .analysis.report import write_text_atomically
+        from iternorm.analysis.report import write_text_atomically
 
         written = write_text_atomically(json, dumps(result, indent=1) + "\n")
         console.print(f"Written: {written}", highlight=False, soft_wrap=True)

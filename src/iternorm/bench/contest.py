@@ -1,12 +1,13 @@
 """The run: every rival on every case, in interleaved rounds."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
 from iternorm.provenance import provenance
+from iternorm.threads import num_threads
+
 from .devices import Case, Contestant, CpuDevice, CudaDevice, Device, set_malloc_thresholds
 from .rivals import PAPER_MS, Rival, standard_rivals
 
@@ -45,7 +46,7 @@ def run(
     """
     target = check_arguments(device, rounds, threads)
     allocator = set_malloc_thresholds() if target.type == "cpu" else None
-    with _num_threads(threads):
+    with num_threads(threads):
         notify = progress or (lambda: None)
         return {
             "provenance": provenance(device),
@@ -79,17 +80,6 @@ def count_timings(
 ) -> int:
     """How often `run` calls its `progress`."""
     return sum(len(rivals(case.shape[1])) for case in cases) * (WARMUP_ROUNDS + rounds)
-
-
-@contextmanager
-def _num_threads(threads: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _run_case(

@@ -28,9 +28,8 @@ class Case:
         channels = self.shape[1]
         mixing = torch.randn(channels, channels, generator=generator) / channels**0.5
         x = torch.randn(self.shape, generator=generator)
-        x = torch.einsum("dc,nchw->ndhw", mixing + torch.eye(channels), x) + torch.randn(
-            channels, 1, 1, generator=generator
-        )
+        x = torch.einsum("dc,nchw->ndhw", mixing + torch.eye(channels), x)
+        x += torch.randn(channels, 1, 1, generator=generator)
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         tensors = [
             tensor.to(device, self.dtype).contiguous(memory_format=layout)

@@ -10,13 +10,16 @@ if TYPE_CHECKING:
 
 def table(case: dict) -> "Table":
     """One case of the result as a table for the terminal."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     def ratio(value: float | None) -> str:
         return "–" if value is None else f"{value:.2f}"
 
     layout = "channels_last" if case["channels_last"] else "contiguous"
-    printed = Table(title=f"{'x'.join(map(str, case['shape']))} {case['dtype']}, {layout}, forward + backward")
+    printed = Table(
+        box=SIMPLE_HEAD, title=f"{'x'.join(map(str, case['shape']))} {case['dtype']}, {layout}, forward + backward"
+    )
     printed.add_column("layer")
     for name in ("median ms", "min–max", "/ conv3x3", "/ BatchNorm", "paper / conv", "extra memory"):
         printed.add_column(name, justify="right")
@@ -41,9 +44,7 @@ def notes(result: dict) -> list[str]:
     lines = [
         f"{where}; torch {result['provenance']['torch']['version']}; {settings['rounds']} interleaved rounds.",
         "paper / conv: Table A1, TITAN Xp, relative to its cudnn convolution (its nn convolution: "
-        + ", ".join(
-            f"{ms / PAPER_MS['cudnn convolution'][c]:.2f} at C={c}" for c, ms in PAPER_MS["nn convolution"].items()
-        )
+        + ", ".join(f"{plain[channels] / convolution[channels]:.2f} at C={channels}" for channels in plain)
         + "). The paper does not state the group of its DBN.",
         "extra memory: peak above input, output and their gradients, in units of one activation.",
     ]

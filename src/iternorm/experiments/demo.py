@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from iternorm.analysis.conditioning import condition_number, covariance, effective_rank, spectrum
+from iternorm.experiments.models import MLP, NormFactory
 from iternorm.modules import DecorrelatedBatchNorm1d, IterNorm1d
 from iternorm.provenance import provenance
-from iternorm.experiments.models import MLP, NormFactory
+from iternorm.threads import num_threads
 
 LEARNING_RATES = (0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -69,13 +70,10 @@ def load_digits() -> Digits:
     from sklearn.model_selection import train_test_split
 
     images, labels = datasets.load_digits(return_X_y=True)
-    train_images, test_images, train_labels, test_labels = train_test_split(
-        images, labels, test_size=450, random_state=0, stratify=labels
+    train_images, test_images, train_labels, test_labels = map(
+        torch.as_tensor, train_test_split(images, labels, test_size=450, random_state=0, stratify=labels)
     )
-    return Digits(
-        *(torch.as_tensor(part / 16, dtype=torch.float32) for part in (train_images, test_images)),
-        *(torch.as_tensor(part, dtype=torch.int64) for part in (train_labels, test_labels)),
-    )
+    return Digits(train_images.float() / 16, test_images.float() / 16, train_labels.long(), test_labels.long())
 
 
 def count_steps(epochs: int) -> int:
@@ -102,12 +100,18 @@ def run(*, epochs: int = 60, seed: int = 0, progress: Callable[[str], None] | No
     if seed < 0:
         raise ValueError(f"seed={seed} is negative: use 0 or more")
     digits = load_digits()
+    # A network this small gains nothing from more threads, and their number would change the last digits.
+    with num_threads(1):
+        return _run(digits, epochs, seed, progress or (lambda description: None))
+
+
+def _run(digits: Digits, epochs: int, seed: int, progress: Callable[[str], None]) -> dict:
     start = time.perf_counter()
     methods = []
     for method in METHODS:
         runs = []
         for learning_rate in LEARNING_RATES:
-            notify = partial(progress, f"{method.name}, learning rate {learning_rate:g}") if progress else None
+            notify = partial(progress, f"{method.name}, learning rate {learning_rate:g}")
             runs.append(train(method, learning_rate, digits, epochs=epochs, seed=seed, progress=notify))
         best = min(runs, key=lambda run: math.inf if run["train_loss"][-1] is None else run["train_loss"][-1])
         methods.append(
@@ -140,7 +144,7 @@ def train(
     *,
     epochs: int,
     seed: int,
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[], None],
 ) -> dict:
     """Train one network with plain SGD on the full batch.
 
@@ -162,10 +166,9 @@ def train(
         loss.backward()
         optimizer.step()
         errors.append(_test_error(model, digits))
-        if progress:
-            progress()
+        progress()
     with torch.no_grad():
-        losses.append(cross_entropy(copy.deepcopy(model)(digits.train_images), digits.train_labels).item())
+        losses.append(cross_entropy(copy.deepcopy(model).train()(digits.train_images), digits.train_labels).item())
     return {
         "learning_rate": learning_rate,
         "train_loss": [loss if math.isfinite(loss) else None for loss in losses],
@@ -190,7 +193,11 @@ def last_layer_conditioning(model: MLP, images: Tensor) -> dict | None:
         if (tensor := getattr(norm, parameter, None)) is not None:
             tensor.fill_(value)
     seen: dict[str, Tensor] = {}
-    norm.register_forward_hook(lambda module, inputs, output: seen.update(before=inputs[0], after=output))
+
+    def keep(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        seen["before"], seen["after"] = inputs[0], output
+
+    norm.register_forward_hook(keep)
     model(images.double())
     if not all(tensor.isfinite().all() for tensor in seen.values()):
         return None
