@@ -79,5 +79,5 @@ def test_commit_is_none_without_git(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_cuda_without_a_device_is_an_error():
-    with pytest.raises(RuntimeError, match="device='cuda' needs a CUDA device"):
+    with pytest.raises(ValueError, match="device='cuda' needs a CUDA device"):
         provenance("cuda")

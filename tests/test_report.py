@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from page_checks import assert_self_contained
 
 from iternorm.analysis.report import figure_svg, html_page, html_table, write_text_atomically
+from page_checks import assert_self_contained
 
 
 def a_figure(values=(1, 3, 2), **kwargs):

@@ -22,7 +22,7 @@ def provenance(device: str = "cpu") -> dict:
         where tracked files differ from it, None where the source is not a checkout of the project) and `time` (UTC).
 
     Raises:
-        RuntimeError: `device` is not a device of this machine.
+        ValueError: `device` is a CUDA device and this machine has none.
 
     Example:
         >>> sorted(provenance())
@@ -40,7 +40,7 @@ def provenance(device: str = "cpu") -> dict:
     libraries: dict[str, str | None] = {"version": str(torch.__version__), "triton": _installed_version("triton")}
     if target.type == "cuda":
         if not torch.cuda.is_available():
-            raise RuntimeError(f"device={device!r} needs a CUDA device and torch sees none: use device='cpu'")
+            raise ValueError(f"device={device!r} needs a CUDA device and torch sees none: use device='cpu'")
         properties = torch.cuda.get_device_properties(target)
         machine["gpu"] = properties.name
         machine["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
