@@ -87,14 +87,12 @@ def covariance(x: Tensor) -> Tensor:
 
 
 def spectrum(covariance: Tensor) -> Tensor:
-    """The eigenvalues ``[..., C]`` of a covariance, in descending order and in the covariance's dtype.
+    """The eigenvalues ``[..., C]`` of a covariance, in descending order, computed in the covariance's dtype.
 
-    The decomposition is done in fp64. Eigenvalues that rounding made negative are returned as zero, since those of a
-    covariance are not.
+    Eigenvalues that rounding made negative are returned as zero, since those of a covariance are not.
     """
     _check_square(covariance)
-    eigenvalues = torch.linalg.eigvalsh(covariance.double()).flip(-1)
-    return eigenvalues.clamp_min(0).to(covariance.dtype)
+    return torch.linalg.eigvalsh(covariance).flip(-1).clamp_min(0)
 
 
 def condition_number(covariance: Tensor) -> Tensor:

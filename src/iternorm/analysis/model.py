@@ -31,7 +31,7 @@ ALTERNATIVES = (
 
 # What is kept of a spectrum and of a correlation matrix for the plots.
 _SPECTRUM_POINTS = 128
-_CORRELATION_CELLS = 48
+_CORRELATION_CELLS = 32
 # Positions of one example that the noise is estimated from, and samples it is watched on.
 _POOL_POSITIONS = 16
 _NOISE_SAMPLES = 256

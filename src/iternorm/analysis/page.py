@@ -6,7 +6,9 @@ from .plots import line_svg, matrix_img
 from .report import html_page, html_table
 from .summary import LayerAnalysis, ModelAnalysis, number
 
+# Wider than other pages: a table of a model has many columns.
 _STYLE = """<style>
+main { max-width: 84rem; }
 details { border-bottom: 1px solid #d9dee5; padding: 0.35rem 0; }
 summary { cursor: pointer; }
 summary .facts { color: #5b6675; margin-left: 0.75rem; font-size: 0.93rem; }
@@ -18,7 +20,7 @@ summary .facts { color: #5b6675; margin-left: 0.75rem; font-size: 0.93rem; }
 
 def page(analysis: ModelAnalysis) -> str:
     """The analysis as one self-contained HTML page."""
-    sections = [("Layers", _STYLE + _layers(analysis)), ("Over depth", _depth(analysis))]
+    sections = [("Over depth", _STYLE + _depth(analysis)), ("Layers", _layers(analysis))]
     if any(layer.alternatives for layer in analysis.layers):
         sections.append(("What other normalizations would do", _alternatives(analysis)))
     # The panels of few layers are open; a hundred would be a page nobody scrolls through.
@@ -42,35 +44,38 @@ def _depth(analysis: ModelAnalysis) -> str:
         "out": [(i + 1, layer.after.condition_number) for i, layer in enumerate(layers)],
     }
     infinite = sum(side.condition_number == float("inf") for layer in layers for side in (layer.before, layer.after))
-    plots = [_over_depth(curves, "Condition number", y_log=True)]
-    if infinite:
-        plots[0] = f"<div class='plot'>{plots[0]}<p>{infinite} infinite values are not drawn.</p></div>"
+    title = "Condition number" + (f" ({infinite} infinite values not drawn)" if infinite else "")
+    plots = [_over_depth(curves, title, len(layers), y_log=True)]
     curves = {
         "in": [(i + 1, layer.before.mean_absolute_correlation) for i, layer in enumerate(layers)],
         "out": [(i + 1, layer.after.mean_absolute_correlation) for i, layer in enumerate(layers)],
     }
-    plots.append(_over_depth(curves, "Mean absolute correlation"))
+    plots.append(_over_depth(curves, "Mean absolute correlation", len(layers)))
     curves = {
         f"B={size}": [(i + 1, n.snd) for i, layer in enumerate(layers) for n in layer.noise if n.batch_size == size]
         for size in analysis.batch_sizes
     }
     if any(curves.values()):
-        plots.append(_over_depth(curves, "SND of the layer's own operation", y_log=True))
+        plots.append(_over_depth(curves, "SND of the layer's own operation", len(layers), y_log=True))
     drift = [(i + 1, layer.drift) for i, layer in enumerate(layers) if layer.drift is not None]
     if drift:
-        plots.append(_over_depth({"drift": drift}, "Drift of the running statistics"))
+        plots.append(_over_depth({"drift": drift}, "Drift of the running statistics", len(layers)))
     return f'<div class="panel">{"".join(plots)}</div>'
 
 
-def _over_depth(curves: dict, title: str, *, y_log: bool = False) -> str:
-    markers = max(len(points) for points in curves.values()) <= 30
-    return line_svg(curves, title=title, x_label="layer", y_label="", y_log=y_log, markers=markers)
+def _over_depth(curves: dict, title: str, num_layers: int, *, y_log: bool = False) -> str:
+    step = -(-num_layers // 12)
+    ticks = sorted({1, *range(step, num_layers + 1, step)})
+    few = num_layers <= 30
+    return line_svg(curves, title=title, x_label="layer", y_label="", y_log=y_log, markers=few, x_ticks=ticks)
 
 
 def _alternatives(analysis: ModelAnalysis) -> str:
     size = max(analysis.batch_sizes, default=None)
     caption = "Condition number κ over all examples" + (f", and SND at batch size {size}" if size else "")
-    return html_table(*analysis.alternative_rows(size), caption=caption)
+    names, rows = analysis.alternative_rows(size)
+    columns = ["layer", *(f"{what} {name}" for name in names for what in ("κ", "SND"))]
+    return html_table(columns, rows, caption=caption)
 
 
 def _panel(layer: LayerAnalysis, opened: bool) -> str:
@@ -95,6 +100,7 @@ def _panel(layer: LayerAnalysis, opened: bool) -> str:
                 x_log=True,
                 y_log=True,
                 markers=True,
+                x_ticks=sorted({n.batch_size for estimates in noise.values() for n in estimates}),
                 errors={name: [n.standard_error for n in estimates] for name, estimates in noise.items()},
             )
         )

@@ -28,10 +28,11 @@ def line_svg(
     height: int = 250,
     markers: bool = False,
     errors: Mapping[str, Sequence[float]] | None = None,
+    x_ticks: Sequence[float] | None = None,
 ) -> str:
     """Curves over common axes as an SVG element.
 
-    Points that are not finite, or not positive on a logarithmic axis, are left out.
+    Points that are not finite, or not positive on a logarithmic axis, are left out, and the curve has a gap there.
 
     Args:
         series: Points (x, y) of each curve by its name, which stands in the legend.
@@ -44,6 +45,7 @@ def line_svg(
         height: In pixels.
         markers: Draw each point as a dot.
         errors: Half lengths of error bars, one for each point of a curve.
+        x_ticks: Where to put ticks on x, instead of round values; the axis reaches over all of them.
     """
     kept = {
         name: [(x, y) for x, y in points if _drawable(x, x_log) and _drawable(y, y_log)]
@@ -57,7 +59,8 @@ def line_svg(
     rows = _legend_rows(legend, width - 60)
     left, right, top = 52, 10, 40 + 15 * len(rows)
     bottom = height - 34
-    x_scale = _Scale(min(xs), max(xs), x_log, left, width - right)
+    shown = [*xs, *(x_ticks or ())]
+    x_scale = _Scale(min(shown), max(shown), x_log, left, width - right)
     y_scale = _Scale(min(ys), max(ys), y_log, bottom, top)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
@@ -76,7 +79,7 @@ def line_svg(
         y = y_scale(value)
         parts.append(f'<path d="M{left} {y:.1f}H{width - right}" stroke="#e3e7ec"/>')
         parts.append(f'<text x="{left - 5}" y="{y + 4:.1f}" text-anchor="end" fill="#5b6675">{text}</text>')
-    for value, text in x_scale.ticks():
+    for value, text in x_scale.ticks() if x_ticks is None else [(x, _tick_text(x)) for x in x_ticks]:
         x = x_scale(value)
         parts.append(f'<path d="M{x:.1f} {bottom}v4" stroke="#5b6675"/>')
         parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle" fill="#5b6675">{text}</text>')
@@ -87,7 +90,10 @@ def line_svg(
     for index, name in enumerate(legend):
         color = COLORS[index % len(COLORS)]
         points = [(x_scale(x), y_scale(y)) for x, y in kept[name]]
-        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        path = ""
+        for x, y in series[name]:
+            drawn = _drawable(x, x_log) and _drawable(y, y_log)
+            path += f"{'L' if path and path[-1] != ' ' else 'M'}{x_scale(x):.1f} {y_scale(y):.1f}" if drawn else " "
         parts.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.6" stroke-linejoin="round"/>')
         if markers or len(points) == 1:
             dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)
@@ -153,10 +159,13 @@ class _Scale:
 
     def ticks(self) -> list[tuple[float, str]]:
         """Values and their texts: decades or 1-2-5 steps, at most about six."""
-        if self.logarithmic and self.high - self.low >= 1:
+        if self.logarithmic and self.high - self.low >= 0.5:
             step = max(1, math.ceil((self.high - self.low) / 6))
-            exponents = range(math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9) + 1, step)
-            return [(10.0**e, _tick_text(10.0**e)) for e in exponents]
+            factors = (1, 2, 5) if self.high - self.low < 2 else (1,)
+            exponents = range(math.floor(self.low), math.floor(self.high + 1e-9) + 1, step)
+            values = [factor * 10.0**exponent for exponent in exponents for factor in factors]
+            low, high = self.low - 1e-9, self.high + 1e-9
+            return [(value, _tick_text(value)) for value in values if low <= math.log10(value) <= high]
         low, high = (10**self.low, 10**self.high) if self.logarithmic else (self.low, self.high)
         raw = (high - low) / 5
         power = 10 ** math.floor(math.log10(raw))
@@ -167,4 +176,6 @@ class _Scale:
 
 
 def _tick_text(value: float) -> str:
-    return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e") if value and not 1e-3 <= abs(value) < 1e5 else f"{value:g}"
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:g}"
+    return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")

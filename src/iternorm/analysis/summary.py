@@ -123,28 +123,33 @@ class ModelAnalysis:
         return columns, rows
 
     def alternative_rows(self, batch_size: int | None = None) -> tuple[list[str], list[list[str]]]:
-        """Column names and rows of condition number and SND of the alternatives, at one batch size (the largest)."""
-        sizes = self.batch_sizes
-        batch_size = batch_size if batch_size is not None else max(sizes, default=None)
+        """Names of the alternatives, and rows of a layer's name, then condition number and SND of each alternative.
+
+        SND is at `batch_size`, the largest if None.
+        """
+        batch_size = batch_size if batch_size is not None else max(self.batch_sizes, default=None)
         names = list(dict.fromkeys(other.operation for layer in self.layers for other in layer.alternatives))
-        columns = ["layer"] + [f"{what} {name}" for name in names for what in ("κ", "SND")]
         rows = []
         for layer in self.layers:
             row = [layer.name or "(model)"]
-            others = {other.operation: other for other in layer.alternatives}
-            for name in names:
-                noise = {estimate.batch_size: estimate.snd for estimate in others[name].noise}
-                row += [number(others[name].condition_number), number(noise.get(batch_size or 0))]
+            for other in layer.alternatives:
+                noise = {estimate.batch_size: estimate.snd for estimate in other.noise}
+                row += [number(other.condition_number), number(noise.get(batch_size or 0))]
             rows.append(row)
-        return columns, rows
+        return names, rows
 
     def table(self, *, batch_size: int | None = None) -> str:
         """The layers as text, and below what the alternatives would do at `batch_size` (the largest, if None)."""
         text = [_aligned(*self.rows()), "\n".join(self.notes())]
         if any(layer.alternatives for layer in self.layers):
             size = batch_size if batch_size is not None else max(self.batch_sizes, default=None)
-            title = "What other normalizations would do with the same inputs" + (f" (SND at B={size})" if size else "")
-            text += [title, _aligned(*self.alternative_rows(size))]
+            title = "What other normalizations would do with the same inputs: κ" + (
+                f", SND at B={size}" if size else ""
+            )
+            names, rows = self.alternative_rows(size)
+            # The name of an operation stands over its two columns.
+            cells = [[row[0], *(f"{a.rjust(7)} {b.rjust(6)}" for a, b in _pairs(row[1:]))] for row in rows]
+            text += [title, _aligned(["layer", *names], cells)]
         return "\n\n".join(part for part in text if part)
 
     def notes(self) -> list[str]:
@@ -157,14 +162,16 @@ class ModelAnalysis:
         pools = [layer.noise_pool for layer in self.layers if layer.noise_pool]
         if pools and min(pools) < 4 * largest:
             share = 1 - math.sqrt(1 - largest / min(pools)) if min(pools) >= largest else 1
-            notes.append(f"SND at B={largest} is too small by about {share:.0%}: only {min(pools)} examples to draw from")
+            notes.append(
+                f"SND at B={largest} is too small by about {share:.0%}: only {min(pools)} examples to draw from"
+            )
         if self.unreached:
             notes.append(f"not reached by any call: {', '.join(self.unreached)}")
         return notes
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """All values as JSON, written to `path` where one is given. An infinite condition number is null."""
-        text = json.dumps({"format": FORMAT, **_finite(asdict(self))}, indent=1, allow_nan=False)
+        text = json.dumps({"format": FORMAT, **_finite(asdict(self))}, allow_nan=False)
         if path is not None:
             from .report import write_text_atomically
 
@@ -203,7 +210,11 @@ def _aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(columns), line(["-" * width for width in widths]), *(line(row) for row in rows)])
 
 
-def _shortened(name: str, width: int = 44) -> str:
+def _pairs(cells: Sequence[str]) -> list[tuple[str, str]]:
+    return list(zip(cells[::2], cells[1::2], strict=True))
+
+
+def _shortened(name: str, width: int = 60) -> str:
     return name if len(name) <= width else name[: width // 2 - 1] + "…" + name[-width // 2 :]
 
 
