@@ -132,8 +132,10 @@ class _Planes:
     def tiles(self, view: Tensor, copied: bool) -> Iterator[tuple[slice, slice]]:
         batch, _, size, length = view.shape
         if not copied and view.dtype == compute_dtype(view.dtype):
-            # No workspace but one d by d matrix for each sample and group: at most a sixteenth of the activation.
-            samples, positions = max(1, min(batch, batch * length // (16 * size))), length
+            # No workspace but one d by d matrix for each sample and group: at most a sixteenth
+            # of it, or 1 MB of fp32 where that is more.
+            matrices = max(view.numel() // 16, _TILE // 4) // (self.part.count * size * size)
+            samples, positions = max(1, min(batch, matrices)), length
         else:
             samples, positions = _tile_shape(view.numel(), batch, length)
         return ((n, s) for n in _slices(batch, samples) for s in _slices(length, positions))
@@ -246,7 +248,7 @@ class _Rows:
 
 def _tile_shape(numel: int, batch: int, length: int) -> tuple[int, int]:
     """Samples and positions of a tile: an eighth of the activation, at most `_TILE` elements where that is possible."""
-    tiles = max(_TILES, -(-numel // _TILE))
+    tiles = min(max(_TILES, -(-numel // _TILE)), max(1, numel // (_TILE // 16)))
     samples = max(1, batch // tiles)
     positions = length if batch >= tiles else max(1, -(-length * batch // tiles))
     return samples, positions
