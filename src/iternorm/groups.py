@@ -37,11 +37,11 @@ def num_groups(num_features: int, group_size: int | None) -> int:
 def parts(num_features: int, group_size: int | None) -> list[Part]:
     """Channels in order, full groups first, the remainder as a last smaller group."""
     size = effective_size(num_features, group_size)
-    count, remainder = divmod(num_features, size)
+    count = num_features // size
     full = count * size
     result = [Part(0, full, 0, count, size)]
-    if remainder:
-        result.append(Part(full, num_features, count, 1, remainder))
+    if full < num_features:
+        result.append(Part(full, num_features, count, 1, num_features - full))
     return result
 
 

@@ -102,7 +102,7 @@ class _Whiten(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return *_differentiable_backward(grad, (x, weight, bias), needs, ctx.config), None, None, None, None
-        group_size, solver, num_iters, _ = ctx.config
+        group_size = ctx.config[0]
         num_features = x.shape[1]
         grad_x = grad_weight = grad_bias = None
         with _no_autocast(x):

@@ -29,50 +29,59 @@ def as_planes(x: Tensor) -> Tensor:
 
 
 def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Mean ``[C]`` and biased covariance ``[G, d, d]`` in one pass over the activation (math.md, Eq. 3-4).
+    """Mean ``[C]`` and biased covariance ``[G, d, d]`` (math.md, Eq. 3-4).
 
-    Second moments are taken about a pilot, the mean of the first tile: a channel whose mean is large beside its
-    deviation keeps its accuracy, and no state or second pass is needed.
+    Sums of squares lose accuracy where a mean is large beside its deviation. On the CPU that is looked at afterwards,
+    and such an activation is read once more, centred tile by tile. Elsewhere a look would wait for the device, so the
+    mean of the first tile is always subtracted, which bounds the loss.
     """
     planes = as_planes(x)
     means, covariances = [], []
     for part in parts(planes.shape[1], group_size):
         layout = _layout(planes, part)
         view = layout.view(planes)
-        pilot = total = second = None
-        for tile in layout.tiles(view):
-            if pilot is None:
-                pilot = layout.channel_sum(layout.load(view, tile, None)) / layout.samples(view, tile)
-            block = layout.load(view, tile, pilot)
-            block_sum, block_gram = layout.channel_sum(block), layout.product(block, block)
-            total = block_sum if total is None else total + block_sum
-            second = block_gram if second is None else second + block_gram
-        assert pilot is not None and total is not None and second is not None
-        num_samples = planes.shape[0] * planes.shape[2]
-        delta = total / num_samples
-        means.append((pilot + delta).flatten())
-        covariances.append(second / num_samples - delta[:, :, None] * delta[:, None, :])
+        pilot = None if x.device.type == "cpu" else layout.first_mean(view)
+        mean, covariance = _moments_about(layout, view, pilot)
+        # Four deviations squared: the covariance then carries at most about five times fp32's rounding.
+        if pilot is None and not bool((mean.square() <= 4 * covariance.diagonal(dim1=-2, dim2=-1)).all()):
+            mean, covariance = _moments_about(layout, view, mean)
+        means.append(mean.flatten())
+        covariances.append(covariance)
     return torch.cat(means), pad(covariances)
 
 
+def _moments_about(layout: "_Planes | _Rows", view: Tensor, pilot: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean ``[G, d]`` and covariance from sums about `pilot` (zero where None)."""
+    total = second = 0
+    for tile in layout.tiles(view, copied=pilot is not None):
+        block = layout.load(view, tile, pilot)
+        total = total + layout.channel_sum(block)
+        second = second + layout.product(block, block)
+    num_samples = layout.num_samples(view)
+    delta = torch.as_tensor(total) / num_samples
+    covariance = torch.as_tensor(second) / num_samples - delta[:, :, None] * delta[:, None, :]
+    return (delta if pilot is None else pilot + delta), covariance
+
+
 def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Σ dy ``[C]`` and Σ dy (x - mean)ᵀ ``[G, d, d]`` (math.md, Eq. 21)."""
+    """Σ dy ``[C]`` and Σ dy (x - mean)ᵀ ``[G, d, d]`` (math.md, Eq. 21).
+
+    The mean is taken out afterwards: what that costs in accuracy is no more than rounding x itself does.
+    """
     grad_planes, planes = as_planes(grad), as_planes(x)
     sums, crosses = [], []
     for part in parts(planes.shape[1], group_size):
         layout = _layout(planes, part)
         grad_view, view = layout.view(grad_planes), layout.view(planes)
         part_mean = mean[part.channels].view(part.count, part.size)
-        total = cross = None
-        for tile in layout.tiles(view):
+        total = cross = 0
+        for tile in layout.tiles(view, copied=False):
             grad_block = layout.load(grad_view, tile, None)
-            block = layout.load(view, tile, part_mean)
-            block_sum, block_cross = layout.channel_sum(grad_block), layout.product(grad_block, block)
-            total = block_sum if total is None else total + block_sum
-            cross = block_cross if cross is None else cross + block_cross
-        assert total is not None and cross is not None
+            total = total + layout.channel_sum(grad_block)
+            cross = cross + layout.product(grad_block, layout.load(view, tile, None))
+        total = torch.as_tensor(total)
         sums.append(total.flatten())
-        crosses.append(cross)
+        crosses.append(cross - total[:, :, None] * part_mean[:, None, :])
     return torch.cat(sums), pad(crosses)
 
 
@@ -96,7 +105,7 @@ def _map(inputs: list[Tensor], matrices: list[Tensor], offset: Tensor, group_siz
         out = layout.view(result)
         part_matrices = [part.of(m) for m in matrices]
         part_offset = offset[part.channels].view(part.count, part.size)
-        for tile in layout.tiles(out, mapping=True):
+        for tile in layout.tiles(out, copied=False):
             layout.map(views, part_matrices, part_offset, tile, out)
     return result.view(inputs[0].shape)
 
@@ -120,19 +129,24 @@ class _Planes:
     def view(self, planes: Tensor) -> Tensor:
         return planes[:, self.part.channels].unflatten(1, (self.part.count, self.part.size))
 
-    def tiles(self, view: Tensor, mapping: bool = False) -> Iterator[tuple[slice, slice]]:
+    def tiles(self, view: Tensor, copied: bool) -> Iterator[tuple[slice, slice]]:
         batch, _, size, length = view.shape
-        if mapping and view.dtype == compute_dtype(view.dtype):
-            # The map needs no workspace but the matrix repeated for each sample: a sixteenth of the activation.
-            samples, positions = max(1, min(batch, batch * length // (16 * size))), length
+        if not copied and view.dtype == compute_dtype(view.dtype):
+            # No workspace but one d by d matrix for each sample and group: at most a sixteenth
+            # of it, or 1 MB of fp32 where that is more.
+            matrices = max(view.numel() // 16, _TILE // 4) // (self.part.count * size * size)
+            samples, positions = max(1, min(batch, matrices)), length
         else:
             samples, positions = _tile_shape(view.numel(), batch, length)
         return ((n, s) for n in _slices(batch, samples) for s in _slices(length, positions))
 
     @staticmethod
-    def samples(view: Tensor, tile: tuple[slice, slice]) -> int:
-        n, s = tile
-        return (n.stop - n.start) * (s.stop - s.start)
+    def num_samples(view: Tensor) -> int:
+        return view.shape[0] * view.shape[3]
+
+    def first_mean(self, view: Tensor) -> Tensor:
+        """The mean of the first tile, ``[G, d]``."""
+        return self.load(view, next(self.tiles(view, copied=True)), None).mean((0, 3))
 
     def load(self, view: Tensor, tile: tuple[slice, slice], shift: Tensor | None) -> Tensor:
         """The tile in the compute dtype, less `shift` ``[G, d]``; no copy where none is needed."""
@@ -162,19 +176,15 @@ class _Planes:
         count, size = self.part.count, self.part.size
         target = out[tile[0], :, :, tile[1]]
         shape = (target.shape[0] * count, size, -1)
-        result = None
+        # The product is written where it belongs if that is one block of memory of the right dtype.
+        direct = target.is_contiguous() and target.dtype == offset.dtype
+        result = target.view(shape) if direct else target.new_empty(target.shape, dtype=offset.dtype).view(shape)
+        start = offset[:, :, None].expand(target.shape[0], count, size, 1).reshape(-1, size, 1)
         for view, matrix in zip(views, matrices, strict=True):
             block = self.load(view, tile, None).reshape(shape)
-            left = matrix.to(block.dtype).expand(target.shape[0], count, size, size).reshape(-1, size, size)
-            if result is None:
-                start = offset[:, :, None].expand(target.shape[0], count, size, 1).reshape(-1, size, 1)
-                # Written in place of a copy where the target is one block of memory of the right dtype.
-                direct = target.is_contiguous() and target.dtype == block.dtype
-                place = target.view(shape) if direct else torch.empty_like(block)
-                result = torch.baddbmm(start, left, block, out=place)
-            else:
-                result.baddbmm_(left, block)
-        if result.data_ptr() != target.data_ptr():
+            left = matrix.expand(target.shape[0], count, size, size).reshape(-1, size, size)
+            start = torch.baddbmm(start, left, block, out=result)
+        if not direct:
             target.copy_(result.view(target.shape))
 
 
@@ -189,11 +199,18 @@ class _Rows:
         rows = planes[:, self.part.channels].transpose(1, 2)
         return rows.unflatten(2, (self.part.count, self.part.size)).permute(2, 0, 1, 3)
 
-    def tiles(self, view: Tensor, mapping: bool = False) -> Iterator[tuple[slice, slice]]:
+    def tiles(self, view: Tensor, copied: bool) -> Iterator[tuple[slice, slice]]:
+        if not copied and self.part.count == 1 and view.is_contiguous() and view.dtype == compute_dtype(view.dtype):
+            return iter([(slice(0, view.shape[1]), slice(0, view.shape[2]))])
         samples, positions = _tile_shape(view.numel(), view.shape[1], view.shape[2])
         return ((n, s) for n in _slices(view.shape[1], samples) for s in _slices(view.shape[2], positions))
 
-    samples = staticmethod(_Planes.samples)
+    @staticmethod
+    def num_samples(view: Tensor) -> int:
+        return view.shape[1] * view.shape[2]
+
+    def first_mean(self, view: Tensor) -> Tensor:
+        return self.load(view, next(self.tiles(view, copied=True)), None).mean(1)
 
     def load(self, view: Tensor, tile: tuple[slice, slice], shift: Tensor | None) -> Tensor:
         block = view[:, tile[0], tile[1]]
@@ -210,29 +227,28 @@ class _Rows:
 
     @staticmethod
     def product(left: Tensor, right: Tensor) -> Tensor:
-        # One long product of small matrices keeps one core busy; several shorter ones share the cores.
+        # One long product of small matrices keeps one core busy; several shorter ones share the cores. Products along
+        # strided rows are slow (15 ms against 7 for two groups of 64 in 64x128x32x32), so a tile is packed first.
         rows = left.shape[1]
         pieces = next(p for p in (8, 4, 2, 1) if rows % p == 0)
-        left, right = (t.unflatten(1, (pieces, rows // pieces)) for t in (left, right))
+        left, right = (t.contiguous().unflatten(1, (pieces, rows // pieces)) for t in (left, right))
         return torch.matmul(left.mT, right).sum(1)
 
     def map(self, views, matrices, offset, tile, out) -> None:
         target = out[:, tile[0], tile[1]]
-        result = None
+        shape = (self.part.count, -1, self.part.size)
+        direct = target.is_contiguous() and target.dtype == offset.dtype
+        result = target.view(shape) if direct else target.new_empty(target.shape, dtype=offset.dtype).view(shape)
+        start = offset[:, None, :]
         for view, matrix in zip(views, matrices, strict=True):
-            block = self.load(view, tile, None)
-            right = matrix.to(block.dtype).mT
-            if result is None:
-                result = torch.baddbmm(offset[:, None, :], block, right)
-            else:
-                result.baddbmm_(block, right)
-        assert result is not None
-        target.copy_(result.view(target.shape))
+            start = torch.baddbmm(start, self.load(view, tile, None), matrix.mT, out=result)
+        if not direct:
+            target.copy_(result.view(target.shape))
 
 
 def _tile_shape(numel: int, batch: int, length: int) -> tuple[int, int]:
     """Samples and positions of a tile: an eighth of the activation, at most `_TILE` elements where that is possible."""
-    tiles = max(_TILES, -(-numel // _TILE))
+    tiles = min(max(_TILES, -(-numel // _TILE)), max(1, numel // (_TILE // 16)))
     samples = max(1, batch // tiles)
     positions = length if batch >= tiles else max(1, -(-length * batch // tiles))
     return samples, positions

@@ -102,24 +102,18 @@ def _trace(matrix: Tensor) -> Tensor:
     return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
 
 
-def _step_matrix(residual: Tensor) -> Tensor:
-    """M = (3 I - R) / 2."""
-    step = residual * -0.5
-    step.diagonal(dim1=-2, dim2=-1).add_(1.5)
-    return step
-
-
 def _newton(covariance: Tensor, num_iters: int) -> Tensor:
     trace = _trace(covariance)
+    identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     if num_iters == 0:
-        identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
         return identity * trace.rsqrt()
     residual = covariance / trace
-    step = _step_matrix(residual)
+    three_halves = 1.5 * identity
+    step = torch.add(three_halves, residual, alpha=-0.5)
     iterate = step
     for _ in range(num_iters - 1):
         residual = step @ (residual @ step)
-        step = _step_matrix(residual)
+        step = torch.add(three_halves, residual, alpha=-0.5)
         iterate = iterate @ step
     return iterate * trace.rsqrt()
 
@@ -136,15 +130,15 @@ def _newton_backward(grad: Tensor, covariance: Tensor, whitening: Tensor, num_it
     d_residual = _symmetric(grad) * trace.rsqrt()
     d_iterate = d_residual * -0.5
     residual = normalized
-    step = _step_matrix(residual)
+    three_halves = 1.5 * identity
+    step = torch.add(three_halves, residual, alpha=-0.5)
     iterate = step
     for k in range(1, num_iters):
         product = residual @ step
-        mixed = d_residual @ product
-        d_residual = step @ (d_residual @ step) - _symmetric(mixed)
+        d_residual = step @ (d_residual @ step) - _symmetric(d_residual @ product)
         residual = step @ product
-        step = _step_matrix(residual)
-        d_iterate = d_iterate @ step - 0.5 * (iterate @ d_residual)
+        step = torch.add(three_halves, residual, alpha=-0.5)
+        d_iterate = torch.sub(d_iterate @ step, iterate @ d_residual, alpha=0.5)
         if k < num_iters - 1:
             iterate = iterate @ step
     d_normalized = _symmetric(d_iterate)
