@@ -104,6 +104,7 @@ def demo(
     from iternorm.experiments import demo as experiment
     from iternorm.experiments import demo_report
 
+    experiment.check_arguments(epochs, seed)
     with _progress() as progress:
         task = progress.add_task("training", total=experiment.count_steps(epochs))
 

@@ -147,7 +147,7 @@ def spectrum_figure(results: dict) -> "Figure":
                     range(1, len(relative) + 1), relative, color=colour, linewidth=width, alpha=alpha, label=place
                 )
         axes.set(yscale="log", ylim=(1e-7, 1e2), xlabel="eigenvalue number", title=method["name"])
-        if method["name"] != "none":
+        if method["name"] != "none" and method["conditioning"] is not None:
             axes.legend(loc="lower left", frameon=False, fontsize=10)
         _tidy(axes)
     panels[0].set_ylabel("eigenvalue / mean", fontsize=11)
