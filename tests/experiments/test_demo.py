@@ -48,7 +48,10 @@ def test_results_are_json_and_complete(results):
 
 def test_a_seed_decides_everything_but_times(results):
     assert without_times(demo.run(epochs=3, seed=1)) == without_times(results)
-    assert without_times(demo.run(epochs=3, seed=2)) != without_times(results)
+    # The initial loss, before any step, depends on the weights alone.
+    other = demo.run(epochs=1, seed=2)
+    for method, again in zip(results["methods"], other["methods"], strict=True):
+        assert method["train_loss"][0] != again["train_loss"][0]
 
 
 def test_threads_and_random_state_are_left_as_they_were():
