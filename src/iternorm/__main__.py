@@ -8,9 +8,10 @@ def main() -> None:
     try:
         from .cli import app
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("typer", "rich"):
             raise
-        print(f"iternorm: the command line needs {error.name}: pip install 'iternorm[cli]'", file=sys.stderr)
+        print(f"iternorm: the command line needs {package}: pip install 'iternorm[cli]'", file=sys.stderr)
         sys.exit(2)
     app(prog_name="iternorm")
 

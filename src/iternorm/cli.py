@@ -1,10 +1,11 @@
 """The command line: one small function a verb, which checks nothing itself and leaves the work to the library.
 
 A new verb is a function with typer's annotations under `@verb`. What the user did wrong arrives as a ValueError, an
-OSError or a missing package, and is printed as one line; `iternorm --traceback VERB` shows where it came from.
+OSError or a missing package, and is printed as one line; with ITERNORM_TRACEBACK=1 in the environment it is raised.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,10 +36,7 @@ def verb(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except (ValueError, OSError, ModuleNotFoundError) as error:
-            import click
-
-            context = click.get_current_context().find_root()
-            if context.params.get("traceback"):
+            if os.environ.get("ITERNORM_TRACEBACK"):
                 raise
             message = str(error)
             if isinstance(error, ModuleNotFoundError):
@@ -89,7 +87,6 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
 ) -> None:
     """Whitening normalization for PyTorch: see it, measure it."""
 
@@ -107,6 +104,7 @@ def demo(
     from iternorm.experiments import demo as experiment
     from iternorm.experiments import demo_report
 
+    experiment.check_arguments(epochs, seed)
     with _progress() as progress:
         task = progress.add_task("training", total=experiment.count_steps(epochs))
 

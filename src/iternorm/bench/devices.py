@@ -2,8 +2,12 @@
 
 import ctypes
 import json
+import os
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -87,7 +91,7 @@ class CpuDevice:
         from torch.profiler import ProfilerActivity, profile
 
         contestant.clear()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with _silenced_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             output = contestant.step()
         del output
         with tempfile.TemporaryDirectory() as folder:
@@ -105,6 +109,23 @@ class CpuDevice:
             allocated += size
             peak = max(peak, allocated)
         return peak
+
+
+@contextmanager
+def _silenced_stderr() -> Iterator[None]:
+    """Drop what is written to the process's standard error.
+
+    The profiler of torch 2.13 announces its start and its end there, at every log level.
+    """
+    sys.stderr.flush()
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
 
 
 class CudaDevice:

@@ -54,16 +54,16 @@ def standard_rivals(
     rivals = [Rival("conv3x3", conv, "cudnn convolution"), Rival("BatchNorm2d", partial(nn.BatchNorm2d, num_channels))]
     for index, group_size in enumerate(size for size in dbn_group_sizes if size <= num_channels):
         make = partial(DecorrelatedBatchNorm2d, num_channels, group_size=group_size)
-        rivals.append(Rival(f"DBN, group {group_size}", make, "DBN" if index == 0 else None))
+        rivals.append(Rival(f"DBN d={group_size}", make, "DBN" if index == 0 else None))
     fitting = [size for size in group_sizes if size <= num_channels]
     for group_size in fitting:
         for steps in num_iters:
             make = partial(IterNorm2d, num_channels, group_size=group_size, num_iters=steps)
             paper = f"IterNorm, T={steps}" if group_size == num_channels else None
-            rivals.append(Rival(f"IterNorm T={steps}, group {group_size}", make, paper))
+            rivals.append(Rival(f"IterNorm T={steps} d={group_size}", make, paper))
     for group_size in fitting:
         make = partial(CopyingIterNorm, num_channels, group_size=group_size, num_iters=5)
-        rivals.append(Rival(f"authors' formulation T=5, group {group_size}", make))
+        rivals.append(Rival(f"authors' T=5 d={group_size}", make))
     return rivals
 
 

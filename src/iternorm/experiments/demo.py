@@ -76,6 +76,14 @@ def load_digits() -> Digits:
     return Digits(train_images.float() / 16, test_images.float() / 16, train_labels.long(), test_labels.long())
 
 
+def check_arguments(epochs: int, seed: int) -> None:
+    """Raise a ValueError for what `run` cannot do."""
+    if epochs < 1:
+        raise ValueError(f"epochs={epochs} trains nothing: use 1 or more")
+    if seed < 0:
+        raise ValueError(f"seed={seed} is negative: use 0 or more")
+
+
 def count_steps(epochs: int) -> int:
     """How often `run` calls its `progress`."""
     return len(METHODS) * len(LEARNING_RATES) * epochs
@@ -95,10 +103,7 @@ def run(*, epochs: int = 60, seed: int = 0, progress: Callable[[str], None] | No
         A dictionary that `json.dumps` takes: `config`, `provenance`, `seconds`, and in `methods`, for each, the run of
         the learning rate with the least training loss (see `train`) and the final loss of every learning rate.
     """
-    if epochs < 1:
-        raise ValueError(f"epochs={epochs} trains nothing: use 1 or more")
-    if seed < 0:
-        raise ValueError(f"seed={seed} is negative: use 0 or more")
+    check_arguments(epochs, seed)
     digits = load_digits()
     # A network this small gains nothing from more threads, and their number would change the last digits.
     with num_threads(1):

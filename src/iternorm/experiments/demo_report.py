@@ -77,37 +77,14 @@ def page(results: dict) -> str:
 
 _DEFINITIONS = (
     "<ul><li><strong>Training loss</strong>: mean cross-entropy over the training set after the last step.</li>"
-    "<li><strong>Test error</strong>: share of the test digits misread after the last step, with running statistics.</li>"
-    "<li><strong>Time</strong>: of the run with the learning rate shown, testing included. The network is far too small "
-    "for it to tell anything of larger ones; <code>iternorm bench</code> is for that.</li>"
+    "<li><strong>Test error</strong>: share of the test digits misread after the last step, with running "
+    "statistics.</li><li><strong>Time</strong>: of the run with the learning rate shown, testing included. The network "
+    "is far too small for it to tell anything of larger ones; <code>iternorm bench</code> is for that.</li>"
     "<li><strong>Condition number</strong>: largest over smallest eigenvalue of the covariance of the last hidden "
     "layer's 100 channels, with the whole training set as one batch, after normalization and before scale, shift and "
     "ReLU. It is 1 for white data and ∞ where a direction holds no variance.</li>"
-    "<li><strong>Effective rank</strong>: the exponential of the entropy of the same eigenvalues, roughly the number of "
-    "directions that carry the variance: 100 for white data, 1 where all channels say the same.</li></ul>"
-)
-_TRAINING_CAPTION, "Training loss and test error")),
-            (
-                "Spectrum of the last hidden layer",
-                _SPECTRUM_TEXT
-                + _figure(spectrum_figure(results), _SPECTRUM_CAPTION, "Eigenvalues before and after normalization"),
-            ),
-            ("What was run", _method(results)),
-            ("Where it was run", _provenance(results)),
-        ],
-        subtitle=f"A 4-layer MLP, four normalizations, {config['epochs']} full-batch steps, seed {config['seed']}",
-    )
-
-
-_DEFINITIONS = (
-    "<p><strong>Training loss</strong>: mean cross-entropy over the training set after the last step. <strong>Test "
-    "error</strong>: share of the 450 test digits that are misread after the last step, with running statistics. "
-    "<strong>Time</strong>: of the run with the learning rate shown, testing included; the network is far too small "
-    "for it to mean anything for larger ones (<code>iternorm bench</code> does that). <strong>Condition number"
-    "</strong>: largest over smallest eigenvalue of the covariance of the last hidden layer's 100 channels over the training set "
-    "as one batch, after normalization, before scale, shift and ReLU; ∞ where a direction holds no variance. "
-    "<strong>Effective rank</strong>: the exponential of the entropy of the same eigenvalues, the number of directions "
-    "that carry the variance: 100 for white data, 1 where all channels say the same.</p>"
+    "<li><strong>Effective rank</strong>: the exponential of the entropy of the same eigenvalues, roughly the number "
+    "of directions that carry the variance: 100 for white data, 1 where all channels say the same.</li></ul>"
 )
 _TRAINING_CAPTION = (
     "Left: loss on the training set, on a logarithmic scale. Right: error on the test digits. The test uses running "
@@ -170,7 +147,7 @@ def spectrum_figure(results: dict) -> "Figure":
                     range(1, len(relative) + 1), relative, color=colour, linewidth=width, alpha=alpha, label=place
                 )
         axes.set(yscale="log", ylim=(1e-7, 1e2), xlabel="eigenvalue number", title=method["name"])
-        if method["name"] != "none":
+        if method["name"] != "none" and method["conditioning"] is not None:
             axes.legend(loc="lower left", frameon=False, fontsize=10)
         _tidy(axes)
     panels[0].set_ylabel("eigenvalue / mean", fontsize=11)
