@@ -161,7 +161,7 @@ class ModelAnalysis:
         largest = max(self.batch_sizes, default=0)
         pools = [layer.noise_pool for layer in self.layers if layer.noise_pool]
         if pools and min(pools) < 4 * largest:
-            share = 1 - math.sqrt(1 - largest / min(pools)) if min(pools) >= largest else 1
+            share = 1 - math.sqrt(1 - largest / min(pools))
             notes.append(
                 f"SND at B={largest} is too small by about {share:.0%}: only {min(pools)} examples to draw from"
             )
