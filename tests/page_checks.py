@@ -29,7 +29,8 @@ class Balance(HTMLParser):
         for name, value in attrs:
             if name == "id":
                 self.ids.append(value)
-            if name in ("href", "src", "xlink:href"):
+            # A PNG that stands in the page itself is no address.
+            if name in ("href", "src", "xlink:href") and not value.startswith("data:image/png;base64,"):
                 self.addresses.append(value)
 
 

@@ -9,20 +9,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Channels in one band of `update_moments`.
+_BAND = 256
+
 
 class Moments(NamedTuple):
-    """Sufficient statistics of all that this module measures, and of a stream as well as of one batch."""
+    """Sufficient statistics of all that this module measures, of a stream as well as of one batch."""
 
     num_samples: int
     # [C]
     mean: Tensor
-    # [C, C]: the sum over samples of (x - mean)(x - mean)ᵀ
+    # [C, C]: the sum over samples of (x - mean)(x - mean)ᵀ, on and above the diagonal; what is below is undefined.
     scatter: Tensor
 
     @property
     def covariance(self) -> Tensor:
         """The biased covariance ``[C, C]``."""
-        return self.scatter / self.num_samples
+        upper = self.scatter.triu() / self.num_samples
+        return upper + upper.triu(1).mT
 
 
 def samples_by_channels(x: Tensor) -> Tensor:
@@ -37,22 +41,38 @@ def samples_by_channels(x: Tensor) -> Tensor:
 
 
 def moments(x: Tensor) -> Moments:
-    """Count, mean and scatter of the activation ``[N, C, ...]``, centred before squaring; half precision in fp32."""
+    """Count, mean and scatter of the activation ``[N, C, ...]``; half precision is taken in fp32."""
     samples = samples_by_channels(x)
     if samples.dtype in (torch.float16, torch.bfloat16):
         samples = samples.float()
-    mean = samples.mean(0)
-    centered = samples - mean
-    return Moments(samples.shape[0], mean, centered.T @ centered)
+    return update_moments(None, samples)
 
 
-def merge_moments(a: Moments, b: Moments) -> Moments:
-    """The moments of the samples of `a` and `b` together (Chan's update: exact, and stable for a large mean)."""
-    num_samples = a.num_samples + b.num_samples
-    shift = b.mean - a.mean
-    mean = a.mean + shift * (b.num_samples / num_samples)
-    weight = a.num_samples * b.num_samples / num_samples
-    return Moments(num_samples, mean, a.scatter + b.scatter + weight * torch.outer(shift, shift))
+def update_moments(total: Moments | None, samples: Tensor) -> Moments:
+    """The moments of all samples so far and of `samples` ``[m, C]`` together; the scatter of `total` is overwritten.
+
+    This is Chan's update, exact and stable for a large mean: each batch is centred by its own mean, and the distance
+    between the means enters as one more sample.
+    """
+    count, num_channels = samples.shape
+    batch_mean = samples.mean(0)
+    centered = samples.new_empty(count + 1, num_channels)
+    torch.sub(samples, batch_mean, out=centered[:count])
+    if total is None:
+        centered[count] = 0
+        num_samples, mean = count, batch_mean
+        scatter = samples.new_zeros(num_channels, num_channels)
+    else:
+        num_samples = total.num_samples + count
+        shift = batch_mean - total.mean
+        torch.mul(shift, (total.num_samples * count / num_samples) ** 0.5, out=centered[count])
+        mean = total.mean + shift * (count / num_samples)
+        scatter = total.scatter
+    # torch has no symmetric rank-k update: bands that reach from the diagonal to the right are half of the products.
+    for start in range(0, num_channels, _BAND):
+        band = slice(start, start + _BAND)
+        scatter[band, start:].addmm_(centered[:, band].T, centered[:, start:])
+    return Moments(num_samples, mean, scatter)
 
 
 def covariance(x: Tensor) -> Tensor:
@@ -67,21 +87,19 @@ def covariance(x: Tensor) -> Tensor:
 
 
 def spectrum(covariance: Tensor) -> Tensor:
-    """The eigenvalues ``[..., C]`` of a covariance, in descending order and in the covariance's dtype.
+    """The eigenvalues ``[..., C]`` of a covariance, in descending order, computed in the covariance's dtype.
 
-    The decomposition is done in fp64. Eigenvalues that rounding made negative are returned as zero, since those of a
-    covariance are not.
+    Eigenvalues that rounding made negative are returned as zero, since those of a covariance are not.
     """
     _check_square(covariance)
-    eigenvalues = torch.linalg.eigvalsh(covariance.double()).flip(-1)
-    return eigenvalues.clamp_min(0).to(covariance.dtype)
+    return torch.linalg.eigvalsh(covariance).flip(-1).clamp_min(0)
 
 
 def condition_number(covariance: Tensor) -> Tensor:
     """The largest eigenvalue divided by the smallest: 1 for white data, ``inf`` where a direction has no variance.
 
-    A smallest eigenvalue within rounding error of zero (C · the dtype's epsilon · the largest) counts as zero, so that
-    a rank-deficient covariance does not get a large number that only rounding decides.
+    A smallest eigenvalue within rounding error of zero (√C · the dtype's epsilon · the largest, the size of a matrix of
+    independent rounding errors) counts as zero: a rank-deficient covariance has no number that rounding decides.
 
     Example:
         >>> condition_number(torch.diag(torch.tensor([4.0, 1.0])))
@@ -93,7 +111,7 @@ def condition_number(covariance: Tensor) -> Tensor:
 def condition_number_of_spectrum(eigenvalues: Tensor) -> Tensor:
     """`condition_number`, from descending eigenvalues ``[..., C]``."""
     largest, smallest = eigenvalues[..., 0], eigenvalues[..., -1]
-    floor = largest * eigenvalues.shape[-1] * torch.finfo(eigenvalues.dtype).eps
+    floor = largest * eigenvalues.shape[-1] ** 0.5 * torch.finfo(eigenvalues.dtype).eps
     return torch.where(smallest > floor, largest / smallest, torch.inf)
 
 

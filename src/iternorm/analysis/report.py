@@ -45,7 +45,7 @@ pre code { padding: 0; }
 """
 
 # A number as our tables print it: sign, digits, exponent, then perhaps a unit. A dash stands for "not measured".
-_NUMBER = re.compile(r"\s*(?:[-+−±]?\d[\d.,]*(?:e[-+]?\d+)?\s*(?:%|×|x|s|ms|µs|MiB|GiB)?|[–—∞-])\s*", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*(?:inf|[-+−±]?\d[\d.,]*(?:e[-+]?\d+)?\s*(?:%|×|x|s|ms|µs|MiB|GiB)?|[–—∞-])\s*", re.IGNORECASE)
 
 
 def figure_svg(figure: "Figure", *, label: str = "") -> str:
