@@ -111,6 +111,7 @@ def test_conditioning_is_measured_before_scale_and_shift(digits):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@torch.no_grad()
 def test_without_a_normalization_before_and_after_are_the_same(digits):
     model = MLP(64, 10)
     found = demo.last_layer_conditioning(model, digits.train_images)
