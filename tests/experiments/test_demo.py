@@ -4,9 +4,11 @@ import copy
 import json
 import re
 from html import escape
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from iternorm.analysis.conditioning import covariance
@@ -109,6 +111,7 @@ def test_conditioning_is_measured_before_scale_and_shift(digits):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@torch.no_grad()
 def test_without_a_normalization_before_and_after_are_the_same(digits):
     model = MLP(64, 10)
     found = demo.last_layer_conditioning(model, digits.train_images)
@@ -169,3 +172,14 @@ def test_page_of_a_run_that_diverged(results):
     assert_self_contained(page)
     assert "diverged" in page
     assert "∞" in page
+
+
+def test_table_fits_eighty_columns(results):
+    console = Console(width=80, record=True, file=StringIO())
+    wide = copy.deepcopy(results)
+    for method in wide["methods"]:
+        method["seconds"] = 123.45
+    console.print(demo_report.table(wide))
+    text = console.export_text()
+    assert "…" not in text
+    assert "normalization" in text

@@ -18,7 +18,10 @@ def table(case: dict) -> "Table":
 
     layout = "channels_last" if case["channels_last"] else "contiguous"
     printed = Table(
-        box=SIMPLE_HEAD, title=f"{'x'.join(map(str, case['shape']))} {case['dtype']}, {layout}, forward + backward"
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        title=f"{'x'.join(map(str, case['shape']))} {case['dtype']}, {layout}, forward + backward",
     )
     printed.add_column("layer", no_wrap=True)
     # Two short lines each: the table fits 80 columns.

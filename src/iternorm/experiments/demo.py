@@ -1,12 +1,13 @@
 """The demonstration: the paper's MLP on handwritten digits with four normalizations.
 
-What it follows: the paper's Section 4.2 and Figure 6 (a) (full-batch gradient, a 4-layer MLP with 100 units in each
-hidden layer, the best of the learning rates 0.2, 0.5, 1, 2, 5 by training loss), on scikit-learn's digits (1797 real
-handwritten digits of 8x8 pixels) in place of MNIST.
-The paper's claim: all normalizations train much faster than none; IterNorm trains faster than BN and DBN.
-Command: ``iternorm demo``. Cost: about half a minute on two CPU cores.
-Departures: the data, 60 steps, and DBN in groups of 16 channels (the paper's full DBN does badly here as it does there:
-the first layer has more units than the digits have pixels, so most of what it amplifies is nothing).
+What it follows: the paper's Section 4.2 and Figure 3 (a): full-batch gradient, a 4-layer MLP with 100 units in each
+hidden layer, the best of the learning rates 0.2, 0.5, 1, 2, 5 by training loss.
+The paper's claim: all normalizations train much better than none; DBN trains less efficiently than IterNorm and tests
+worse.
+Command: ``iternorm demo``. Cost: about 20 seconds on one CPU core.
+Departures: scikit-learn's digits (1797 real handwritten digits of 8x8 pixels) in place of MNIST, 60 steps, and DBN in
+groups of 16 channels. In one group of 100 DBN reaches a condition number of 1.00 and a test error of 64 % (seed 0): the
+first layer has 100 units for 64 pixels, so its covariance is singular, and exact whitening amplifies what is not there.
 """
 
 import copy

@@ -31,7 +31,8 @@ def table(results: dict) -> "Table":
     from rich.table import Table
 
     config = results["config"]
-    printed = Table(box=SIMPLE_HEAD, title=f"4-layer MLP on handwritten digits, {config['epochs']} full-batch steps")
+    title = f"4-layer MLP on handwritten digits, {config['epochs']} full-batch steps"
+    printed = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title)
     for index, name in enumerate(COLUMNS):
         # One word a line: the table fits 80 columns.
         printed.add_column(name.replace(" ", "\n"), justify="right" if index else "left", no_wrap=True)
@@ -217,7 +218,7 @@ def _observations(results: dict) -> str:
     errors = ", ".join(f"{method['name']} {method['test_error'][-1]:.1f}\u00a0%" for method in results["methods"])
     lines.append(
         f"<strong>Test error</strong>: {errors}. One test digit is {100 / results['config']['num_test']:.2f}\u00a0%, "
-        "so differences of a few tenths are chance."
+        "so differences of a few tenths may well be chance."
     )
     ranks = [
         f"{name} {method['conditioning']['before']['effective_rank']:.0f} → "
@@ -265,7 +266,7 @@ def _provenance(results: dict) -> str:
     found = results["provenance"]
     machine = found["machine"]
     rows = [
-        ["processor", f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads used"],
+        ["processor", f"{machine['cpu']}, {machine['cores']} cores; threads used: {machine['threads']}"],
         ["memory", "unknown" if machine["memory_gib"] is None else f"{machine['memory_gib']} GiB"],
         ["system", found["os"]],
         ["versions", f"iternorm {found['iternorm']}, torch {found['torch']['version']}, python {found['python']}"],
