@@ -4,6 +4,7 @@
 and the noise of a batch are measured on, many batches at a time.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
@@ -62,6 +63,22 @@ class Whitening:
             return f"IterNorm T={self.num_iters}" + (f" d={self.group_size}" if self.group_size else "")
         solver = "" if self.solver == "zca" else f" {self.solver}"
         return "DBN" + (f"-{self.group_size}" if self.group_size else "") + solver
+
+    @classmethod
+    def parse(cls, label: str, eps: float = 1e-5) -> "Whitening":
+        """The operation of a `label`.
+
+        Example:
+            >>> Whitening.parse("IterNorm T=7 d=64").label, Whitening.parse("DBN-16 pca").solver
+            ('IterNorm T=7 d=64', 'pca')
+        """
+        if label == "BN":
+            return batch_norm(eps)
+        if found := re.fullmatch(r"IterNorm(?: T=(\d+))?(?: d=([1-9]\d*))?", label):
+            return iter_norm(int(found[1] or 5), int(found[2]) if found[2] else None, eps)
+        if found := re.fullmatch(r"DBN(?:-([1-9]\d*))?(?: (zca|pca|cholesky))?", label):
+            return decorrelated_batch_norm(cast(Solver, found[2] or "zca"), int(found[1]) if found[1] else None, eps)
+        raise ValueError(f"no operation is called {label!r}: use BN, DBN, DBN-16, DBN-16 pca, IterNorm T=5 or the like")
 
     def whitening(self, covariance: Tensor) -> Tensor:
         """The whitening matrices of covariances ``[..., d, d]``, to whose diagonals eps is added here."""

@@ -151,7 +151,7 @@ def _running_statistics(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def find_layers(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Module]:
+def find_layers(model: nn.Module, names: Iterable[str] | None) -> Mapping[str, nn.Module]:
     """The layers to probe by name: the named ones, or every normalization layer.
 
     Raises:
@@ -201,7 +201,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 numpy.random.set_state(numpy_state)
             with torch.no_grad():
                 for module, name, buffer, copy in buffers:
-                    if buffer is not None:
+                    if buffer is not None and copy is not None:
                         buffer.copy_(copy)
                     module._buffers[name] = buffer
             for module, training in modes:

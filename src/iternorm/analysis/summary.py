@@ -171,7 +171,7 @@ class ModelAnalysis:
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """All values as JSON, written to `path` where one is given. An infinite condition number is null."""
-        text = json.dumps({"format": FORMAT, **_finite(asdict(self))}, allow_nan=False)
+        text = json.dumps(_finite({"format": FORMAT, **asdict(self)}), allow_nan=False)
         if path is not None:
             from .report import write_text_atomically
 
