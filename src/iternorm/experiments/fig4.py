@@ -4,7 +4,7 @@ Reproduces: the paper's Figure 4: 60,000 Gaussian examples, dimensions 2 to 512,
 Claim: DBN has a condition number of exactly 1 and an SND that grows fast with the dimension; IterNorm (T=5) is better
 conditioned than BN at every dimension, and its SND falls in high dimensions, below BN's.
 Command: iternorm run fig4 && iternorm plot fig4
-Cost: about two minutes on two cores, nearly all of it eigendecompositions for DBN in 512 dimensions.
+Cost: about two minutes on two cores.
 The paper got: curves without numbers.
 Departures: the paper gives neither the number of batches (ours: 100) nor that of samples (ours: 1000).
 """
