@@ -12,7 +12,7 @@ from torch import nn
 
 import iternorm
 from iternorm.analysis import analyze, batch_norm, condition_number, covariance, iter_norm, snd, spectrum
-from iternorm.analysis.probes import Reservoir
+from iternorm.analysis.probes import LayerProbe, Reservoir
 
 
 def images(count=4, size=8, channels=3, side=6, seed=0):
@@ -101,6 +101,15 @@ def test_a_grid_of_positions_stays_within_its_number_and_agrees():
     # A stride of 4 leaves 25 of 400.
     assert some.num_samples == 20 * 16 * 25
     assert some.before.condition_number == pytest.approx(all_positions.before.condition_number, rel=0.2)
+
+
+def test_the_grid_reaches_every_position():
+    probe = LayerProbe("norm", nn.BatchNorm2d(1), 1, None, seed=0)
+    for _ in range(40):
+        probe.see_input(torch.arange(9.0).view(1, 1, 3, 3).expand(2, 1, 3, 3))
+    # Each position holds its own number: the variance of 0 ... 8 is 60 / 9.
+    assert probe.before.num_samples == 80
+    assert probe.before.covariance.item() == pytest.approx(60 / 9, rel=0.3)
 
 
 def test_layer_norm_channels_are_last():

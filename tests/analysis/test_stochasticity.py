@@ -111,6 +111,12 @@ def test_standard_error_of_known_distances():
     assert summarize(distances.T, 2).standard_error == pytest.approx(distances[:, 0].std().item() / 2)
 
 
+def test_standard_error_of_independent_distances(generator):
+    distances = torch.rand(60, 80, generator=generator)
+    expected = distances.std().item() / (60 * 80) ** 0.5
+    assert summarize(distances, 2).standard_error == pytest.approx(expected, rel=0.2)
+
+
 def test_seed_repeats_and_generator_moves_on(generator):
     data = torch.randn(100, 4, generator=generator)
     assert snd(batch_norm(), data, 8, seed=3).value == snd(batch_norm(), data, 8, seed=3).value
@@ -140,6 +146,15 @@ def test_rank_deficient_dbn_is_finite_and_exact_in_fp32(batch_size, generator):
     assert snd(decorrelated_batch_norm(), data, batch_size, draws=20, samples=20).value == pytest.approx(
         exact, rel=1e-3
     )
+
+
+@pytest.mark.parametrize("solver", ["zca", "cholesky"])
+def test_eps_is_not_lost_beside_large_variances(solver):
+    # One direction of variance 512, and eps below the spacing of fp32 at the diagonal's 64.
+    covariance_of_copies = torch.full((8, 8), 64.0)
+    operation = decorrelated_batch_norm(solver, eps=1e-6)
+    exact = operation.whitening(covariance_of_copies.double())
+    torch.testing.assert_close(operation.whitening(covariance_of_copies), exact.float(), rtol=1e-4, atol=1e-2)
 
 
 def test_a_layer_in_training_joins_the_sample_to_the_batch(generator):

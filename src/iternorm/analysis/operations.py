@@ -82,15 +82,16 @@ class Whitening:
 
     def whitening(self, covariance: Tensor) -> Tensor:
         """The whitening matrices of covariances ``[..., d, d]``, to whose diagonals eps is added here."""
-        regularized = covariance.clone()
+        iterated = self.solver == "newton" or covariance.shape[-1] == 1
+        # fp64: an eigenvalue of zero (a batch smaller than the group) has to stay below eps, which rounding in fp32 of
+        # the largest eigenvalue may exceed.
+        regularized = covariance.clone() if iterated else covariance.to(torch.float64, copy=True)
         regularized.diagonal(dim1=-2, dim2=-1).add_(self.eps)
         if covariance.shape[-1] == 1:
             return regularized.rsqrt()
         if self.solver == "newton":
             return solvers.newton(regularized, self.num_iters)
-        # fp64: an eigenvalue of zero (a batch smaller than the group) has to stay below eps, which rounding in fp32 of
-        # the largest eigenvalue may exceed.
-        return getattr(solvers, self.solver)(regularized.double()).to(covariance.dtype)
+        return getattr(solvers, self.solver)(regularized).to(covariance.dtype)
 
     def fit(self, batches: Tensor) -> list[AffineMaps]:
         """The affine maps of k reference batches ``[k, m, C]``: one entry for the full groups, one for the remainder.

@@ -150,7 +150,7 @@ def _read_tensor(path: Path) -> Tensor:
         values = _read_numpy(path) if suffix in (".npy", ".npz") else _read_torch(path)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} holds more than plain tensors, which is not loaded: save the tensor alone") from error
-    except (ValueError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if values.ndim < 2 or len(values) == 0:
         raise ValueError(f"{path} holds an array of shape {tuple(values.shape)}: examples [N, ...] are needed")
