@@ -3,11 +3,14 @@
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from iternorm.analysis import Whitening, condition_number, covariance, snd
+from iternorm.threads import num_threads
 
 from .results import Config, Result, Row
 
@@ -42,35 +45,37 @@ def measure(config: Config, device: str, step: Callable[[int, int], None]) -> li
     """One row for each operation: the mean over repeats, and the standard error of that mean.
 
     Each repeat draws new examples. The condition number is that of one batch normalized by its own statistics, the SND
-    that over many batches.
+    that over many batches. Repeats run side by side, one thread each: an eigendecomposition of this size gains little
+    from a second thread.
     """
-    operations = [Whitening.parse(label, eps=config["eps"]) for label in config["operations"]]
-    values: dict[str, dict[str, list[float]]] = {
-        operation.label: {"condition_number": [], "snd": []} for operation in operations
-    }
-    for repeat in range(config["repeats"]):
-        generator = torch.Generator().manual_seed(config["seed"] + repeat)
-        data = torch.randn(config["examples"], config["dimension"], generator=generator).to(device)
-        batch = data[: config["batch_size"]].double()
-        for index, operation in enumerate(operations):
-            whitened = operation.normalized_covariance(covariance(batch))
-            estimate = snd(
-                operation,
-                data,
-                config["batch_size"],
-                samples=config["samples"],
-                draws=config["draws"],
-                seed=config["seed"] + repeat,
-            )
-            values[operation.label]["condition_number"].append(condition_number(whitened).item())
-            values[operation.label]["snd"].append(estimate.value)
-            step(repeat * len(operations) + index + 1, config["repeats"] * len(operations))
-    return [_row(label, measured) for label, measured in values.items()]
+    repeats = config["repeats"]
+    workers = min(torch.get_num_threads(), repeats) if device == "cpu" else 1
+    measured: list[dict[str, tuple[float, float]]] = []
+    with num_threads(1), ThreadPoolExecutor(workers) as pool:
+        for values in pool.map(partial(_measure_once, config, device), range(repeats)):
+            measured.append(values)
+            step(len(measured), repeats)
+    return [_row(label, [values[label] for values in measured]) for label in measured[0]]
 
 
-def _row(label: str, measured: dict[str, list[float]]) -> Row:
+def _measure_once(config: Config, device: str, repeat: int) -> dict[str, tuple[float, float]]:
+    """Condition number and SND by operation."""
+    seed = config["seed"] + repeat
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randn(config["examples"], config["dimension"], generator=generator).to(device)
+    batch = covariance(data[: config["batch_size"]].double())
+    values = {}
+    for label in config["operations"]:
+        operation = Whitening.parse(label, eps=config["eps"])
+        condition = condition_number(operation.normalized_covariance(batch)).item()
+        options = {"samples": config["samples"], "draws": config["draws"], "seed": seed}
+        values[label] = (condition, snd(operation, data, config["batch_size"], **options).value)
+    return values
+
+
+def _row(label: str, measured: Sequence[tuple[float, float]]) -> Row:
     row: dict[str, Any] = {"operation": label}
-    for name, repeats in measured.items():
+    for name, repeats in zip(("condition_number", "snd"), zip(*measured, strict=True), strict=True):
         # A batch smaller than the dimension leaves directions without variance: null stands for infinite.
         finite = all(map(math.isfinite, repeats))
         row[name] = statistics.fmean(repeats) if finite else None
