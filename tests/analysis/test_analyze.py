@@ -119,7 +119,7 @@ def test_layer_norm_channels_are_last():
     assert (layer.num_channels, layer.num_positions, layer.num_samples) == (6, 9, 288)
     expected = condition_number(covariance(tokens.double().flatten(0, 1)))
     assert layer.before.condition_number == pytest.approx(expected.item(), rel=1e-3)
-    assert [(n.snd, n.standard_error) for n in layer.noise] == [(0, 0)]
+    assert [(n.snd, n.standard_error, n.relative) for n in layer.noise] == [(0, 0, 0)]
 
 
 def test_group_norm_and_sync_batch_norm_inputs():

@@ -53,8 +53,9 @@ def snd_by_definition(operation, data, batch_size, samples, draws):
     outputs = torch.stack(
         [operation(data[torch.randperm(len(data), generator=generator)[:batch_size]], samples) for _ in range(draws)]
     )
-    distances = (outputs - outputs.mean(0)).norm(dim=2)
-    return distances.flatten(2).mean(2) if distances.ndim > 2 else distances
+    mean = outputs.mean(0)
+    distances, norms = (outputs - mean).norm(dim=2), mean.norm(dim=1)
+    return (distances.flatten(2).mean(2), norms.flatten(1).mean(1)) if distances.ndim > 2 else (distances, norms)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
@@ -62,11 +63,12 @@ def snd_by_definition(operation, data, batch_size, samples, draws):
 def test_vectorized_estimate_equals_the_definition(operation, positions, generator):
     data = torch.randn(40, 8, *positions, generator=generator, dtype=torch.float64) + 5
     samples = torch.randn(6, 8, *positions, generator=generator, dtype=torch.float64)
-    expected = snd_by_definition(by_reference(operation), data, 12, samples, draws=9)
+    expected, norms = snd_by_definition(by_reference(operation), data, 12, samples, draws=9)
     for budget in (1, 2**12, 2**30):
         result = snd(operation, data, 12, samples=samples, draws=9, memory_budget=budget)
         torch.testing.assert_close(result.per_sample, expected.mean(0))
         assert result.value == pytest.approx(expected.mean().item())
+        assert result.relative == pytest.approx((expected.mean() / norms.mean()).item())
 
 
 @pytest.mark.parametrize("budget", [1, 2**30])
@@ -75,7 +77,9 @@ def test_a_function_equals_the_definition(budget, generator):
     samples = data[:5] * 2
     operation = by_reference(iter_norm(3, group_size=4))
     result = snd(operation, data, 12, samples=samples, draws=9, memory_budget=budget)
-    torch.testing.assert_close(result.per_sample, snd_by_definition(operation, data, 12, samples, 9).mean(0))
+    expected, norms = snd_by_definition(operation, data, 12, samples, 9)
+    torch.testing.assert_close(result.per_sample, expected.mean(0))
+    assert result.relative == pytest.approx((expected.mean() / norms.mean()).item())
 
 
 def test_a_sample_is_measured_alone(generator):
@@ -107,14 +111,14 @@ def test_standard_error_covers_the_spread_of_repeats(generator):
 def test_standard_error_of_known_distances():
     # Only batches differ, then only samples: the error is that of a mean over the one that does.
     distances = torch.tensor([1.0, 2, 3, 6])[:, None].expand(4, 50)
-    assert summarize(distances, 2).standard_error == pytest.approx(distances[:, 0].std().item() / 2)
-    assert summarize(distances.T, 2).standard_error == pytest.approx(distances[:, 0].std().item() / 2)
+    assert summarize(distances, distances[0], 2).standard_error == pytest.approx(distances[:, 0].std().item() / 2)
+    assert summarize(distances.T, distances[:, 0], 2).standard_error == pytest.approx(distances[:, 0].std().item() / 2)
 
 
 def test_standard_error_of_independent_distances(generator):
     distances = torch.rand(60, 80, generator=generator)
     expected = distances.std().item() / (60 * 80) ** 0.5
-    assert summarize(distances, 2).standard_error == pytest.approx(expected, rel=0.2)
+    assert summarize(distances, distances[0], 2).standard_error == pytest.approx(expected, rel=0.2)
 
 
 def test_seed_repeats_and_generator_moves_on(generator):

@@ -217,13 +217,13 @@ def _summarize(
         generator = torch.Generator().manual_seed(seed)
         samples = rows[torch.randperm(len(rows), generator=generator)[:_NOISE_SAMPLES].to(rows.device)]
 
-        def estimate(operation: Whitening, size: int) -> tuple[float, float]:
+        def estimate(operation: Whitening, size: int) -> tuple[float, float, float]:
             result = snd(operation, examples, size, samples=samples, draws=draws, seed=seed)
-            return result.value, result.standard_error
+            return result.value, result.standard_error, result.relative
 
         for size in batch_sizes:
             if isinstance(probe.layer, PER_EXAMPLE):
-                own_noise[size] = (0.0, 0.0)
+                own_noise[size] = (0.0, 0.0, 0.0)
             elif probe.operation is not None:
                 own_noise[size] = estimate(probe.operation, size)
             for operation in alternatives:

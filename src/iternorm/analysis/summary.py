@@ -30,12 +30,13 @@ class SideAnalysis:
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """SND of an operation at a batch size, with its standard error."""
+    """SND of an operation at a batch size, its standard error, and SND as a share of the output's norm."""
 
     operation: str
     batch_size: int
     snd: float
     standard_error: float
+    relative: float
 
 
 @dataclass(frozen=True)
