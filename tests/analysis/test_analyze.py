@@ -12,7 +12,7 @@ from torch import nn
 
 import iternorm
 from iternorm.analysis import analyze, batch_norm, condition_number, covariance, iter_norm, snd, spectrum
-from iternorm.analysis.probes import LayerProbe, Reservoir
+from iternorm.analysis.probes import LayerProbe
 
 
 def images(count=4, size=8, channels=3, side=6, seed=0):
@@ -145,6 +145,34 @@ def test_noise_of_own_operation_and_alternatives_is_snd_of_the_inputs():
     assert by_name["BN"].noise == layer.noise
     expected = condition_number(iter_norm(3).normalized_covariance(covariance(data)))
     assert by_name["IterNorm T=3"].condition_number == pytest.approx(expected.item(), rel=1e-3)
+
+
+def test_noise_of_images_counts_every_position():
+    generator = torch.Generator().manual_seed(0)
+    # Positions of an example have much in common, so their number is not that of independent samples.
+    data = torch.randn(400, 6, 1, 1, generator=generator) + 0.5 * torch.randn(400, 6, 4, 5, generator=generator)
+    model = nn.Sequential(iternorm.IterNorm2d(6, group_size=4, num_iters=3))
+    (layer,) = analyze(model, data.split(30), batch_sizes=(4, 12), positions=2).layers
+    for estimate in layer.noise:
+        expected = snd(iter_norm(3, group_size=4), data, estimate.batch_size, samples=data[:, :, 1, 2])
+        assert abs(estimate.snd - expected.value) < 5 * (estimate.standard_error + expected.standard_error)
+        assert estimate.relative == pytest.approx(expected.relative, rel=0.2)
+        # Two positions of each example would add the noise of the other eighteen.
+        few = snd(iter_norm(3, group_size=4), data[:, :, :1, :2], estimate.batch_size, samples=data[:, :, 1, 2])
+        assert estimate.snd < few.value
+
+
+def test_memory_for_noise_stays_within_its_budget():
+    model = nn.Sequential(nn.BatchNorm1d(64))
+    batches = [torch.randn(50, 64) for _ in range(8)]
+    (layer,) = analyze(model, batches, batch_sizes=(4, 16), alternatives=[iter_norm(5)]).layers
+    assert layer.noise_pool == 400
+    # 64 sums and 64 x 64 products of 8 bytes for each mini-group of 4: ten of them fit.
+    budget = 10 * 8 * 64 * 65
+    (layer,) = analyze(model, batches, batch_sizes=(4, 16), alternatives=[iter_norm(5)], memory_budget=budget).layers
+    assert layer.noise_pool == 40
+    (layer,) = analyze(model, batches, batch_sizes=(4, 16), alternatives=[iter_norm(5)], memory_budget=1).layers
+    assert layer.noise_pool == 32
 
 
 @pytest.mark.parametrize(
@@ -324,40 +352,6 @@ def test_progress_is_reported():
     seen = []
     analyze(network(), images(3), batch_sizes=(), progress=lambda *values: seen.append(values))
     assert seen == [("batches", n, None) for n in (1, 2, 3)] + [("layers", n, 4) for n in (1, 2, 3, 4)]
-
-
-class TestReservoir:
-    def test_memory_does_not_grow(self):
-        pool = Reservoir(10, 4, 10**6, 0)
-        for batch in images(20):
-            pool.add(batch)
-        assert pool.examples.shape == (10, 3, 4)
-        assert pool.seen == 160
-
-    def test_every_example_is_equally_likely_to_stay(self):
-        counts = torch.zeros(40)
-        for seed in range(400):
-            pool = Reservoir(10, 1, 10**6, seed)
-            for batch in torch.arange(40.0)[:, None].split([7, 13, 20]):
-                pool.add(batch)
-            counts[pool.examples.flatten().long()] += 1
-        # 400 trials of probability 1/4: a deviation of 8.7.
-        assert (counts - 100).abs().max() < 4 * 8.7
-
-    def test_budget_limits_positions(self):
-        pool = Reservoir(10, 16, 10 * 3 * 4 * 5, 0)
-        pool.add(images(1)[0])
-        assert pool.examples.shape == (8, 3, 5)
-        pool = Reservoir(10, 16, 1, 0)
-        pool.add(images(1)[0])
-        assert pool.examples.shape == (8, 3, 1)
-
-    def test_positions_of_another_size_fit(self):
-        pool = Reservoir(30, 9, 10**6, 0)
-        pool.add(images(1)[0])
-        pool.add(images(1, side=11)[0])
-        pool.add(images(1, side=2)[0])
-        assert pool.examples.shape == (24, 3, 9)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,9 +17,10 @@ from .conditioning import (
     mean_absolute_correlation,
     spectrum,
 )
-from .operations import Whitening, batch_norm, decorrelated_batch_norm, iter_norm, multiply_blocks
-from .probes import PER_EXAMPLE, LayerProbe, Reservoir, find_layers, hooked, preserved
-from .stochasticity import snd
+from .operations import Whitening, batch_norm, decorrelated_batch_norm, iter_norm, multiply_blocks, operation_of
+from .pools import SamplePool, StatisticsPool, statistics_bytes
+from .probes import PER_EXAMPLE, LayerProbe, find_layers, hooked, num_channels, preserved
+from .stochasticity import SND, spread, summarize
 from .summary import AlternativeAnalysis, LayerAnalysis, ModelAnalysis, NoiseEstimate, SideAnalysis
 
 ALTERNATIVES = (
@@ -32,9 +34,9 @@ ALTERNATIVES = (
 # What is kept of a spectrum and of a correlation matrix for the plots.
 _SPECTRUM_POINTS = 128
 _CORRELATION_CELLS = 32
-# Positions of one example that the noise is estimated from, and samples it is watched on.
-_POOL_POSITIONS = 16
+# Samples that SND is watched on, and bytes of working memory for it.
 _NOISE_SAMPLES = 256
+_NOISE_BUDGET = 256 * 2**20
 
 
 def analyze(
@@ -60,9 +62,10 @@ def analyze(
     alternatives would do to the conditioning; the drift of the running statistics. Nothing grows with the number of
     batches. The model is left as it was (modes, buffers, random states, hooks), after an exception too.
 
-    Covariances are taken over all examples of the pass, in fp32 for half and single precision. SND is estimated from
-    batches drawn from a uniform sample of the examples; drawing B of only K examples makes it smaller by about
-    √(1 - B/K).
+    Covariances are taken over all examples of the pass, in fp32 for half and single precision. For SND the sums of
+    mini-groups of examples over all their positions are kept (the greatest common divisor of `batch_sizes` examples
+    each), and batches are put together from them; drawing B of only K examples makes SND smaller by about √(1 - B/K).
+    The order of the examples should be random.
 
     Args:
         model: The model. Gradients are not needed and not touched.
@@ -76,9 +79,10 @@ def analyze(
         positions: Positions (pixels, tokens) of an example that enter the covariances, on a grid whose origin changes
             from batch to batch; None is all of them.
         draws: Batches drawn for each estimate of SND.
-        pool_size: Examples kept for SND; at least four times the largest batch size are kept.
+        pool_size: Examples to draw them from; at least four times the largest batch size.
         seed: Decides grids, kept examples and draws.
-        memory_budget: Bytes for the kept examples of all layers, by keeping fewer positions of each (one at least).
+        memory_budget: Bytes for what is kept for SND in all layers; the pool is made smaller where it does not fit,
+            down to twice the largest batch size.
         forward: How to run the model on an entry of `batches`, where that is not one of the three forms above.
         progress: Called as ``progress(stage, done, total)`` after each batch (total None) and each layer.
 
@@ -103,11 +107,8 @@ def analyze(
     if alternatives is None:
         alternatives = ALTERNATIVES if batch_sizes else ()
     found = find_layers(model, layers)
-    pool_size = max(pool_size, 4 * max(batch_sizes, default=0))
-    probes = {}
-    for name, layer in found.items():
-        pool = Reservoir(pool_size, _POOL_POSITIONS, memory_budget // len(found), seed) if batch_sizes else None
-        probes[name] = LayerProbe(name, layer, positions, pool, seed)
+    pools = _pools(found, batch_sizes, alternatives, pool_size, memory_budget, seed)
+    probes = {name: LayerProbe(name, layer, positions, pools.get(name), seed) for name, layer in found.items()}
     _stream(model, batches, probes, mode, forward, progress)
 
     reached = [probe for probe in probes.values() if probe.before is not None]
@@ -122,6 +123,31 @@ def analyze(
             progress("layers", done + 1, len(reached))
     unreached = [name for name, probe in probes.items() if probe.before is None]
     return ModelAnalysis(type(model).__name__, mode, results, unreached)
+
+
+def _pools(
+    layers: Mapping[str, nn.Module],
+    batch_sizes: Sequence[int],
+    alternatives: Sequence[Whitening],
+    pool_size: int,
+    memory_budget: int,
+    seed: int,
+) -> dict[str, tuple[StatisticsPool, SamplePool]]:
+    if not batch_sizes:
+        return {}
+    examples = math.gcd(*batch_sizes)
+    group_sizes = {}
+    for name, layer in layers.items():
+        own = operation_of(layer)
+        group_sizes[name] = [operation.group_size for operation in (*alternatives, *([own] if own is not None else []))]
+    needed = sum(statistics_bytes(num_channels(layer), group_sizes[name]) for name, layer in layers.items())
+    largest = max(batch_sizes)
+    size = max(pool_size, 4 * largest) // examples
+    size = max(min(size, memory_budget // max(needed, 1)), 2 * largest // examples)
+    return {
+        name: (StatisticsPool(examples, size, group_sizes[name], seed), SamplePool(_NOISE_SAMPLES, seed))
+        for name in layers
+    }
 
 
 def _stream(
@@ -211,14 +237,11 @@ def _summarize(
     assert probe.after is not None
     covariance = probe.before.covariance
     noise, own_noise = [], {}
-    if probe.pool is not None:
-        examples = probe.pool.examples
-        rows = examples.mT.flatten(0, 1)
-        generator = torch.Generator().manual_seed(seed)
-        samples = rows[torch.randperm(len(rows), generator=generator)[:_NOISE_SAMPLES].to(rows.device)]
+    if probe.pools is not None:
+        statistics, pool = probe.pools
 
         def estimate(operation: Whitening, size: int) -> tuple[float, float, float]:
-            result = snd(operation, examples, size, samples=samples, draws=draws, seed=seed)
+            result = _noise(operation, statistics, pool.samples.double(), size, draws, seed)
             return result.value, result.standard_error, result.relative
 
         for size in batch_sizes:
@@ -242,10 +265,20 @@ def _summarize(
         before=_side(covariance),
         after=_side(probe.after.covariance),
         noise=[NoiseEstimate(own_label, size, *value) for size, value in own_noise.items()],
-        noise_pool=0 if probe.pool is None else len(probe.pool.examples),
+        noise_pool=0 if probe.pools is None else probe.pools[0].num_examples,
         alternatives=[_alternative(operation, covariance, noise) for operation in alternatives],
         drift=_drift(probe, covariance),
     )
+
+
+def _noise(
+    operation: Whitening, statistics: StatisticsPool, samples: Tensor, batch_size: int, draws: int, seed: int
+) -> SND:
+    batches = statistics.draw(batch_size, draws, torch.Generator().manual_seed(seed))
+    parts = groups.parts(samples.shape[1], operation.group_size)
+    kept = draws * 8 * sum(part.count * part.size**2 for part in parts) <= _NOISE_BUDGET
+    fits = partial(statistics.fits, operation, batches, _NOISE_BUDGET)
+    return summarize(*spread(fits, parts, samples, kept, _NOISE_BUDGET), batch_size)
 
 
 def _side(covariance: Tensor) -> SideAnalysis:

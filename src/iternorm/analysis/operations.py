@@ -5,6 +5,7 @@ and the noise of a batch are measured on, many batches at a time.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
@@ -98,22 +99,26 @@ class Whitening:
 
         They are made in fp64 where `solver` decomposes the covariance, and returned in the dtype of `batches`.
         """
-        maps = []
+        if self.group_size == 1:
+            variance, mean = torch.var_mean(batches, dim=1, correction=0)
+            return self.maps(mean, [variance[..., None, None]])
+        exact = batches if self.solver == "newton" else batches.double()
+        mean = exact.mean(1)
+        centered = exact - mean[:, None]
+        covariances = []
         for part in groups.parts(batches.shape[-1], self.group_size):
-            block = batches[..., part.channels]
-            if part.size == 1:
-                variance, mean = torch.var_mean(block, dim=1, correction=0)
-                scale = (variance + self.eps).rsqrt()
-                maps.append(AffineMaps(scale[..., None, None], (-scale * mean)[..., None]))
-                continue
-            if self.solver != "newton":
-                block = block.double()
-            grouped = block.unflatten(-1, (part.count, part.size)).transpose(1, 2)
-            mean = grouped.mean(2, keepdim=True)
-            centered = grouped - mean
-            whitening = self.whitening(centered.mT @ centered / batches.shape[1])
-            shift = -(whitening @ mean.mT).squeeze(-1)
-            maps.append(AffineMaps(whitening.to(batches.dtype), shift.to(batches.dtype)))
+            grouped = centered[..., part.channels].unflatten(-1, (part.count, part.size)).transpose(1, 2)
+            covariances.append(grouped.mT @ grouped / batches.shape[1])
+        maps = self.maps(mean, covariances)
+        return [AffineMaps(block.linear.to(batches.dtype), block.shift.to(batches.dtype)) for block in maps]
+
+    def maps(self, mean: Tensor, covariances: Sequence[Tensor]) -> list[AffineMaps]:
+        """The affine maps of k batches, from their means ``[k, C]`` and covariances ``[k, G, d, d]`` by part."""
+        maps = []
+        for part, covariance in zip(groups.parts(mean.shape[-1], self.group_size), covariances, strict=True):
+            whitening = self.whitening(covariance)
+            center = mean[:, part.channels].unflatten(1, (part.count, part.size, 1))
+            maps.append(AffineMaps(whitening, -(whitening @ center).squeeze(-1)))
         return maps
 
     def normalized_covariance(self, covariance: Tensor) -> Tensor:

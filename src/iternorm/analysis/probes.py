@@ -12,6 +12,7 @@ from iternorm.modules import WhiteningNorm
 
 from .conditioning import Moments, samples_by_channels, update_moments
 from .operations import operation_of
+from .pools import SamplePool, StatisticsPool
 
 # Layers that normalize each example by itself: the batch adds no noise.
 PER_EXAMPLE = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
@@ -26,16 +27,23 @@ class LayerProbe:
         layer: The layer.
         positions: Positions (pixels, tokens) of an example to measure, on a regular grid whose origin changes from
             batch to batch; None is all of them.
-        pool: What to keep of single examples, or None.
+        pools: What to keep of batches and of single examples for SND, or None.
         seed: Decides grid origins.
     """
 
-    def __init__(self, name: str, layer: nn.Module, positions: int | None, pool: "Reservoir | None", seed: int):
+    def __init__(
+        self,
+        name: str,
+        layer: nn.Module,
+        positions: int | None,
+        pools: tuple[StatisticsPool, SamplePool] | None,
+        seed: int,
+    ):
         self.name = name
         self.layer = layer
         self.operation = operation_of(layer)
         self.positions = positions
-        self.pool = pool
+        self.pools = pools
         self.num_examples = 0
         self.num_positions = 0
         self.before: Moments | None = None
@@ -51,8 +59,8 @@ class LayerProbe:
         self.num_positions = x[0, 0].numel()
         self._grid = self._choose_grid(x.shape[2:])
         self.before = update_moments(self.before, self._rows(x))
-        if self.pool is not None:
-            self.pool.add(x)
+        for pool in self.pools or ():
+            pool.add(x)
         # A sum is not finite where an element is not: one pass, and nothing the size of the activation is made.
         return x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()
 
@@ -89,54 +97,6 @@ def _grid_size(shape: torch.Size, stride: int) -> int:
     for size in shape:
         count *= -(-size // stride)
     return count
-
-
-class Reservoir:
-    """A uniform sample of the examples of a stream (Vitter's algorithm R), a few positions of each.
-
-    Args:
-        size: Examples to keep.
-        positions: Positions to keep of each, at most.
-        budget: Bytes to stay below by keeping fewer positions, one at least.
-        seed: Decides which examples stay.
-    """
-
-    def __init__(self, size: int, positions: int, budget: int, seed: int):
-        self.size = size
-        self.positions = positions
-        self.budget = budget
-        self.seen = 0
-        # [size, P, C], allocated when the first batch shows its shape.
-        self._rows: Tensor | None = None
-        self._random = random.Random(seed)
-
-    def add(self, x: Tensor) -> None:
-        """Offer the examples of an activation ``[N, C, ...]``."""
-        flat = x.flatten(2) if x.ndim > 2 else x[..., None]
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        if self._rows is None:
-            example = self.size * x.shape[1] * dtype.itemsize
-            count = max(1, min(self.positions, flat.shape[2], self.budget // example))
-            self._rows = torch.zeros(self.size, count, x.shape[1], dtype=dtype, device=x.device)
-        slots: dict[int, int] = {}
-        for example in range(x.shape[0]):
-            slot = self.seen if self.seen < self.size else self._random.randrange(self.seen + 1)
-            self.seen += 1
-            if slot < self.size:
-                slots[slot] = example
-        if slots:
-            # The middles of equal stretches, so that an activation of another size gives as many.
-            count = self._rows.shape[1]
-            chosen = ((torch.arange(count, device=x.device) + 0.5) * flat.shape[2] / count).long()
-            examples = torch.tensor(list(slots.values()), device=x.device)
-            kept = flat.index_select(0, examples).index_select(2, chosen).mT
-            self._rows[torch.tensor(list(slots.keys()), device=x.device)] = kept.to(dtype)
-
-    @property
-    def examples(self) -> Tensor:
-        """The kept examples ``[K, C, P]``."""
-        assert self._rows is not None
-        return self._rows[: min(self.seen, self.size)].mT
 
 
 def _running_statistics(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
@@ -176,6 +136,14 @@ def find_layers(model: nn.Module, names: Iterable[str] | None) -> Mapping[str, n
         wrong = ", ".join(map(repr, unknown)) or "empty"
         raise ValueError(f"layers: {wrong}; normalization layers of the model are: {norms or 'none'}")
     return {name: modules[name] for name in names}
+
+
+def num_channels(layer: nn.Module) -> int:
+    """Channels of a normalization layer, and a common number for a module that does not say."""
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        return layer.normalized_shape[0]
+    declared = getattr(layer, "num_features", getattr(layer, "num_channels", None))
+    return declared if isinstance(declared, int) else 256
 
 
 @contextmanager

@@ -177,7 +177,7 @@ def _checked(
 def _affine_distances(
     operation: Whitening, data: Tensor, samples: Tensor, indices: Tensor, budget: int
 ) -> tuple[Tensor, Tensor]:
-    """Distances ``[s, N]`` and norms ``[N]``. The mean output is the output of the mean map, so no output is kept."""
+    """Distances ``[s, N]`` and norms ``[N]`` of the mean outputs."""
     num_channels = data.shape[1]
     # The operations are equivariant to a shift, so the data may be centred first: with a mean of 1000 deviations, A x
     # and c would cancel to few digits.
@@ -192,35 +192,49 @@ def _affine_distances(
     copies = 3 if operation.solver == "newton" or size == 1 else 5
     map_bytes = num_channels * (size + 1) * itemsize
     batch_bytes = copies * (indices.shape[1] * rows.shape[1] * num_channels * itemsize + 3 * map_bytes)
-    kept = len(indices) * map_bytes <= budget // 2
 
     def fits() -> Iterator[list[AffineMaps]]:
         for chunk in indices.split(max(1, budget // 2 // batch_bytes)):
             yield operation.fit(rows[chunk.to(rows.device)].flatten(1, 2))
 
+    kept = len(indices) * map_bytes <= budget // 2
+    distances, norms = spread(fits, groups.parts(num_channels, operation.group_size), points, kept, budget // 2)
+    return distances.unflatten(1, (len(samples), -1)).mean(2), norms.unflatten(0, (len(samples), -1)).mean(1)
+
+
+def spread(
+    fits: Callable[[], Iterator[list[AffineMaps]]], parts: list[groups.Part], points: Tensor, kept: bool, budget: int
+) -> tuple[Tensor, Tensor]:
+    """Distances ``[s, n]`` of the outputs of points ``[n, C]`` to their means over s maps, and norms ``[n]`` of these.
+
+    The mean output of a point is the output of the mean map, so no output is kept.
+
+    Args:
+        fits: Makes the maps, some at a time.
+        parts: The groups of channels.
+        points: The points.
+        kept: Keep all maps, instead of making them a second time.
+        budget: Bytes for the outputs that are worked on at a time.
+    """
     maps = list(fits()) if kept else None
+    count = 0
     totals: list[AffineMaps] = []
     for chunk in maps if maps is not None else fits():
         sums = [AffineMaps(block.linear.sum(0), block.shift.sum(0)) for block in chunk]
         pairs = zip(totals or sums, sums, strict=True)
         totals = [AffineMaps(a.linear + b.linear, a.shift + b.shift) for a, b in pairs] if totals else sums
-    means = [AffineMaps(block.linear / len(indices), block.shift / len(indices)) for block in totals]
-
-    parts = groups.parts(num_channels, operation.group_size)
+        count += len(chunk[0].shift)
+    means = [AffineMaps(block.linear / count, block.shift / count) for block in totals]
 
     def norms_of(maps: list[AffineMaps]) -> Tensor:
-        point_bytes = 2 * len(maps[0].shift) * num_channels * itemsize
-        chunks = points.split(max(1, budget // 2 // point_bytes))
-        norms = torch.cat([_norms(maps, parts, chunk) for chunk in chunks], 1)
-        return norms.unflatten(1, (len(samples), -1)).mean(2)
+        point_bytes = 2 * len(maps[0].shift) * points.shape[1] * points.element_size()
+        return torch.cat([_norms(maps, parts, some) for some in points.split(max(1, budget // point_bytes))], 1)
 
     distances = []
     for chunk in maps if maps is not None else fits():
-        distances.append(
-            norms_of([AffineMaps(b.linear - m.linear, b.shift - m.shift) for b, m in zip(chunk, means, strict=True)])
-        )
-    norms = norms_of([AffineMaps(mean.linear[None], mean.shift[None]) for mean in means])
-    return torch.cat(distances), norms[0]
+        pairs = zip(chunk, means, strict=True)
+        distances.append(norms_of([AffineMaps(a.linear - b.linear, a.shift - b.shift) for a, b in pairs]))
+    return torch.cat(distances), norms_of([AffineMaps(mean.linear[None], mean.shift[None]) for mean in means])[0]
 
 
 def _norms(maps: list[AffineMaps], parts: list[groups.Part], points: Tensor) -> Tensor:
