@@ -1,5 +1,7 @@
 """The verbs `moments` and `apply` in every memory format, against sums written plainly."""
 
+from functools import partial
+
 import pytest
 import torch
 from checks import correlated, peak_bytes, relative_error
@@ -172,3 +174,16 @@ def test_no_verb_copies_the_activation(shape, channels_last, dtype):
     assert peak_bytes(lambda: plain.cross_moments(x, x, offset, 64)) < 0.6 * whole
     assert peak_bytes(lambda: plain.affine(x, matrix, offset, 64)) - output < 0.4 * whole
     assert peak_bytes(lambda: plain.affine_pair(x, x, matrix, matrix, offset, 64)) - output < 0.5 * whole
+
+
+@pytest.mark.parametrize("channels", [64, 128])
+def test_a_gradient_in_another_memory_format_is_not_copied_whole(channels):
+    contiguous = torch.randn(32, channels, 32, 32)
+    channels_last = contiguous.to(memory_format=torch.channels_last)
+    pooled = torch.randn(32, channels, 1, 1).expand_as(contiguous)
+    matrix, offset = torch.randn(channels // 64, 64, 64), torch.randn(channels)
+    whole = contiguous.numel() * 4
+    for x, grad in ((contiguous, channels_last), (channels_last, contiguous), (contiguous, pooled)):
+        assert peak_bytes(partial(plain.cross_moments, grad, x, offset, 64)) < 0.4 * whole
+        extra = peak_bytes(partial(plain.affine_pair, grad, x, matrix, matrix, offset, 64)) - whole
+        assert extra < 0.4 * whole

@@ -75,7 +75,7 @@ def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tup
         grad_view, view = layout.view(grad_planes), layout.view(planes)
         part_mean = mean[part.channels].view(part.count, part.size)
         total = cross = 0
-        for tile in layout.tiles(view, copied=False):
+        for tile in layout.tiles(view, copied=grad_view.stride() != view.stride()):
             grad_block = layout.load(grad_view, tile, None)
             total = total + layout.channel_sum(grad_block)
             cross = cross + layout.product(grad_block, layout.load(view, tile, None))
@@ -105,7 +105,8 @@ def _map(inputs: list[Tensor], matrices: list[Tensor], offset: Tensor, group_siz
         out = layout.view(result)
         part_matrices = [part.of(m) for m in matrices]
         part_offset = offset[part.channels].view(part.count, part.size)
-        for tile in layout.tiles(out, copied=False):
+        # An operand in another memory format than the result is turned tile by tile.
+        for tile in layout.tiles(out, copied=any(v.stride() != out.stride() for v in views)):
             layout.map(views, part_matrices, part_offset, tile, out)
     return result.view(inputs[0].shape)
 
