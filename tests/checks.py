@@ -37,7 +37,7 @@ def covariance_of(x: Tensor) -> Tensor:
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """‖actual - expected‖ / ‖expected‖ in fp64."""
-    actual, expected = actual.double(), expected.double()
+    actual, expected = actual.detach().double(), expected.detach().double()
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
