@@ -30,9 +30,9 @@ def test_maps_are_those_of_the_examples(channels, split, positions, generator):
     examples = rows.unflatten(0, (8, 3))[batches].flatten(1, 3)
     for operation in OPERATIONS:
         for budget in (1, 2**30):
-            chunks = list(pool.fits(operation, batches, budget))
+            chunks = list(pool.fits(operation, batches, torch.float64, budget))
             assert len(chunks) == (5 if budget == 1 else 1)
-            expected = operation.fit(examples)
+            expected = operation.fit(examples - pool.center)
             for part, block in enumerate(expected):
                 linear = torch.cat([chunk[part].linear for chunk in chunks])
                 # Twelve examples do not fill 27 channels: what is divided by √eps keeps fewer digits.
@@ -46,11 +46,23 @@ def test_examples_of_another_size_count_by_their_positions(generator):
     pool = StatisticsPool(4, 10, [None], seed=0)
     pool.add(small)
     pool.add(large)
-    ((block,),) = pool.fits(iter_norm(5), pool.draw(4, 1, generator), 2**20)
+    ((block,),) = pool.fits(iter_norm(5), pool.draw(4, 1, generator), torch.float64, 2**20)
     rows = torch.cat([x.mT.flatten(0, 1) for x in (small, large)])
-    expected = iter_norm(5).fit(rows[None].double())[0]
+    expected = iter_norm(5).fit(rows[None].double() - rows.double().mean(0))[0]
     torch.testing.assert_close(block.linear, expected.linear)
     torch.testing.assert_close(block.shift, expected.shift)
+
+
+def test_fp32_maps_survive_a_large_mean(generator):
+    data = torch.randn(64, 6, generator=generator, dtype=torch.float64) + 1000
+    pool = StatisticsPool(4, 50, [None], seed=0)
+    pool.add(data)
+    batches = pool.draw(16, 3, generator)
+    (exact,), (single,) = (
+        next(pool.fits(iter_norm(5), batches, dtype, 2**20)) for dtype in (torch.float64, torch.float32)
+    )
+    torch.testing.assert_close(single.linear.double(), exact.linear, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(single.shift.double(), exact.shift, rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_holds_different_groups_and_all_are_used(generator):

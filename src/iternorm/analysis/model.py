@@ -241,7 +241,7 @@ def _summarize(
         statistics, pool = probe.pools
 
         def estimate(operation: Whitening, size: int) -> tuple[float, float, float]:
-            result = _noise(operation, statistics, pool.samples.double(), size, draws, seed)
+            result = _noise(operation, statistics, pool.samples, size, draws, seed)
             return result.value, result.standard_error, result.relative
 
         for size in batch_sizes:
@@ -276,9 +276,10 @@ def _noise(
 ) -> SND:
     batches = statistics.draw(batch_size, draws, torch.Generator().manual_seed(seed))
     parts = groups.parts(samples.shape[1], operation.group_size)
-    kept = draws * 8 * sum(part.count * part.size**2 for part in parts) <= _NOISE_BUDGET
-    fits = partial(statistics.fits, operation, batches, _NOISE_BUDGET)
-    return summarize(*spread(fits, parts, samples, kept, _NOISE_BUDGET), batch_size)
+    kept = draws * samples.element_size() * sum(part.count * part.size**2 for part in parts) <= _NOISE_BUDGET
+    fits = partial(statistics.fits, operation, batches, samples.dtype, _NOISE_BUDGET)
+    points = samples - statistics.center.to(samples.dtype)
+    return summarize(*spread(fits, parts, points, kept, _NOISE_BUDGET), batch_size)
 
 
 def _side(covariance: Tensor) -> SideAnalysis:

@@ -118,13 +118,27 @@ class StatisticsPool:
         batches = [order[: available // each * each].view(-1, each) for order in orders]
         return torch.cat(batches)[:draws]
 
-    def fits(self, operation: Whitening, batches: Tensor, budget: int) -> Iterator[list[AffineMaps]]:
-        """The maps of an operation for batches of mini-groups ``[draws, q]``, as many at a time as fit the budget."""
+    @property
+    def center(self) -> Tensor:
+        """The mean ``[C]`` of all that is kept."""
+        assert self._kept is not None
+        return self._kept.first.sum(0) / self._kept.count.sum()
+
+    def fits(
+        self, operation: Whitening, batches: Tensor, dtype: torch.dtype, budget: int
+    ) -> Iterator[list[AffineMaps]]:
+        """The maps of an operation for batches of mini-groups ``[draws, q]``, as many at a time as fit the budget.
+
+        They apply to samples less `center`: in fp32 a large mean would leave A x and c few common digits.
+        """
         assert self._kept is not None
         count, first, _ = self._kept
         num_channels = first.shape[1]
         parts = groups.parts(num_channels, operation.group_size)
         second = self._blocks(operation.group_size)
+        center = self.center
+        # As in `Whitening.fit`, a decomposition is fed with fp64.
+        working = dtype if operation.solver == "newton" else torch.float64
         # Sums, covariance, whitening matrix and their temporaries, in fp64.
         draw_bytes = 48 * sum(part.count * part.size**2 for part in parts)
         for chunk in batches.split(max(1, budget // draw_bytes)):
@@ -136,12 +150,16 @@ class StatisticsPool:
             covariances = []
             for part, block in zip(parts, second, strict=True):
                 moment = (chosen @ block.flatten(1) / total).unflatten(1, block.shape[1:])
-                center = mean[:, part.channels].unflatten(1, (part.count, part.size))
-                covariances.append(moment - center[..., :, None] * center[..., None, :])
-            yield operation.maps(mean, covariances)
+                middle = mean[:, part.channels].unflatten(1, (part.count, part.size))
+                covariances.append((moment - middle[..., :, None] * middle[..., None, :]).to(working))
+            maps = operation.maps((mean - center).to(working), covariances)
+            yield [AffineMaps(block.linear.to(dtype), block.shift.to(dtype)) for block in maps]
 
     def _sums(self, x: Tensor) -> Sums:
-        rows = (x.flatten(2) if x.ndim > 2 else x[..., None]).double().transpose(0, 1).flatten(1)  # [C, m]
+        by_channel = x.transpose(0, 1)
+        rows = (
+            torch.empty(by_channel.shape, dtype=torch.float64, device=x.device).copy_(by_channel).flatten(1)
+        )  # [C, m]
         second = {}
         for size in _block_sizes(self._group_sizes, len(rows)):
             blocks = [rows[p.channels].unflatten(0, (p.count, p.size)) for p in groups.parts(len(rows), size)]
@@ -170,6 +188,9 @@ class StatisticsPool:
         kept = next(blocks for known, blocks in self._kept.second.items() if known % size == 0)
         full, rest = [], []
         for block in kept:
+            if block.shape[-1] == size:
+                full.append(block)
+                continue
             fitting = block.shape[-1] // size
             inner = block[..., : fitting * size, : fitting * size]
             if fitting:
@@ -177,7 +198,7 @@ class StatisticsPool:
                 full.append(grid.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3).flatten(1, 2))
             if block.shape[-1] % size:
                 rest.append(block[..., fitting * size :, fitting * size :])
-        return ([torch.cat(full, 1)] if full else []) + rest
+        return ([torch.cat(full, 1) if len(full) > 1 else full[0]] if full else []) + rest
 
 
 def _block_sizes(group_sizes: Iterable[int | None], num_channels: int) -> list[int]:
