@@ -162,6 +162,16 @@ def test_noise_of_images_counts_every_position():
         assert estimate.snd < few.value
 
 
+def test_batches_of_one_size_are_put_together_in_many_ways():
+    data = torch.randn(1200, 6, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.BatchNorm1d(6))
+    (layer,) = analyze(model, data.split(100), batch_sizes=(128,), alternatives=()).layers
+    expected = snd(batch_norm(), data[:512], 128)
+    assert abs(layer.noise[0].snd - expected.value) < 5 * (layer.noise[0].standard_error + expected.standard_error)
+    # Whole batches of 128 would be four, and the spread between four is smaller by a seventh.
+    assert layer.noise[0].standard_error < 0.1 * layer.noise[0].snd
+
+
 def test_memory_for_noise_stays_within_its_budget():
     model = nn.Sequential(nn.BatchNorm1d(64))
     batches = [torch.randn(50, 64) for _ in range(8)]

@@ -34,8 +34,9 @@ ALTERNATIVES = (
 # What is kept of a spectrum and of a correlation matrix for the plots.
 _SPECTRUM_POINTS = 128
 _CORRELATION_CELLS = 32
-# Samples that SND is watched on, and bytes of working memory for it.
+# Samples that SND is watched on, the fewest mini-groups to draw batches from, and bytes of working memory.
 _NOISE_SAMPLES = 256
+_MINI_GROUPS = 64
 _NOISE_BUDGET = 256 * 2**20
 
 
@@ -63,9 +64,9 @@ def analyze(
     batches. The model is left as it was (modes, buffers, random states, hooks), after an exception too.
 
     Covariances are taken over all examples of the pass, in fp32 for half and single precision. For SND the sums of
-    mini-groups of examples over all their positions are kept (the greatest common divisor of `batch_sizes` examples
-    each), and batches are put together from them; drawing B of only K examples makes SND smaller by about √(1 - B/K).
-    The order of the examples should be random.
+    mini-groups of examples over all their positions are kept (a common divisor of `batch_sizes` examples each), and
+    batches are put together from them; drawing B of only K examples makes SND smaller by about √(1 - B/K). The order of
+    the examples should be random.
 
     Args:
         model: The model. Gradients are not needed and not touched.
@@ -135,14 +136,17 @@ def _pools(
 ) -> dict[str, tuple[StatisticsPool, SamplePool]]:
     if not batch_sizes:
         return {}
-    examples = math.gcd(*batch_sizes)
+    largest = max(batch_sizes)
+    pool_size = max(pool_size, 4 * largest)
+    # Large mini-groups take less memory; batches of the largest size must still differ in many ways.
+    common = math.gcd(*batch_sizes)
+    examples = max(n for n in range(1, common + 1) if common % n == 0 and (n == 1 or pool_size // n >= _MINI_GROUPS))
     group_sizes = {}
     for name, layer in layers.items():
         own = operation_of(layer)
         group_sizes[name] = [operation.group_size for operation in (*alternatives, *([own] if own is not None else []))]
     needed = sum(statistics_bytes(num_channels(layer), group_sizes[name]) for name, layer in layers.items())
-    largest = max(batch_sizes)
-    size = max(pool_size, 4 * largest) // examples
+    size = pool_size // examples
     size = max(min(size, memory_budget // max(needed, 1)), 2 * largest // examples)
     return {
         name: (StatisticsPool(examples, size, group_sizes[name], seed), SamplePool(_NOISE_SAMPLES, seed))
