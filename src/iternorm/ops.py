@@ -79,7 +79,7 @@ class Running(NamedTuple):
     """Running statistics to update: mean ``[C]``, whitening or covariance ``[G, d, d]``, the counter of batches."""
 
     mean: Tensor
-    matrix: Tensor
+    matrix: Any  # a tensor
     num_batches: Tensor | None
     momentum: float | None
     is_covariance: bool
@@ -217,9 +217,13 @@ class _WhitenFused(torch.autograd.Function):
         else:
             with _on_device(x):
                 gradients = kernels().backward(grad, x, weight, state, group_size, num_iters, eps, needs[0])
-        grad_weight = gradients[1].to(weight.dtype) if needs[1] else None
-        grad_bias = gradients[2].to(bias.dtype) if needs[2] else None
+        grad_weight = _as(gradients[1], weight) if needs[1] else None
+        grad_bias = _as(gradients[2], bias) if needs[2] else None
         return gradients[0] if needs[0] else None, grad_weight, grad_bias, None, None, None, None
+
+
+def _as(gradient: Tensor, parameter: Tensor) -> Tensor:
+    return gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
 
 
 @torch.library.custom_op("iternorm::fused_forward", mutates_args=())
