@@ -28,6 +28,19 @@ def as_planes(x: Tensor) -> Tensor:
     return x.unsqueeze(2) if x.ndim == 2 else x.flatten(2)
 
 
+def empty_output(x: Tensor) -> Tensor:
+    """Memory for a result laid out as x, of which `as_planes` is a view.
+
+    It is no view itself: autograd forbids to overwrite a view that a custom function returns, as `ReLU(inplace=True)`
+    after the layer does.
+    """
+    if x.ndim >= 4 and not x.is_contiguous():
+        memory_format = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+        if not x.is_contiguous(memory_format=memory_format):
+            return x.new_empty(x.shape)
+    return torch.empty_like(x)
+
+
 def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Mean ``[C]`` and biased covariance ``[G, d, d]`` (math.md, Eq. 3-4).
 
@@ -98,17 +111,18 @@ def affine_pair(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offset: 
 def _map(inputs: list[Tensor], matrices: list[Tensor], offset: Tensor, group_size: int) -> Tensor:
     """Σ_i A_i x_i + c; the result is laid out as the first input."""
     planes = [as_planes(x) for x in inputs]
-    result = torch.empty_like(planes[0])
-    for part in parts(planes[0].shape[1], group_size):
-        layout = _layout(planes[0], part)
+    result = empty_output(inputs[0])
+    result_planes = as_planes(result)
+    for part in parts(result.shape[1], group_size):
+        layout = _layout(result_planes, part)
         views = [layout.view(p) for p in planes]
-        out = layout.view(result)
+        out = layout.view(result_planes)
         part_matrices = [part.of(m) for m in matrices]
         part_offset = offset[part.channels].view(part.count, part.size)
         # An operand in another memory format than the result is turned tile by tile.
         for tile in layout.tiles(out, copied=any(v.stride() != out.stride() for v in views)):
             layout.map(views, part_matrices, part_offset, tile, out)
-    return result.view(inputs[0].shape)
+    return result
 
 
 def _layout(planes: Tensor, part: Part) -> "_Planes | _Rows":
