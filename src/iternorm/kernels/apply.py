@@ -54,7 +54,7 @@ def apply_forward(
     BIG: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """y = diag(γ) W (x - μ) + β (math.md, Eq. 2)."""
+    """y = diag(γ) W (x - μ) + β (math.md, Eq. 1)."""
     program = tl.program_id(0)
     group = tl.program_id(1)
     index = tl.arange(0, BD)
@@ -121,7 +121,7 @@ def apply_backward(
     BIG: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx = Aᵀ dy + B (x - μ) - Aᵀ Σdy / m (math.md, Eq. 24)."""
+    """dx = Aᵀ dy + B (x - μ) - Aᵀ Σdy / m (math.md, Eq. 23)."""
     program = tl.program_id(0)
     group = tl.program_id(1)
     index = tl.arange(0, BD)
