@@ -86,9 +86,7 @@ def test_fp32_is_within_2e_6_of_fp64(group_size, channels_last):
     results = []
     for dtype in (torch.float32, torch.float64):
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, weight, bias)]
-        y = functional.iter_norm(
-            leaves[0], weight=leaves[1], bias=leaves[2], training=True, group_size=group_size
-        )
+        y = functional.iter_norm(leaves[0], weight=leaves[1], bias=leaves[2], training=True, group_size=group_size)
         y.backward(grad.to(dtype))
         results.append([y.detach(), *(t.grad for t in leaves)])
     for actual, expected in zip(*results, strict=True):

@@ -178,7 +178,9 @@ def test_tracking_switched_off_later_is_as_in_batch_norm():
     before = state_of(layer)
     layer(x)
     assert_same_state(layer, before)
-    torch.testing.assert_close(layer.eval()(x), functional.apply(x, layer.running_whitening, layer.running_mean, None, None, 4))
+    torch.testing.assert_close(
+        layer.eval()(x), functional.apply(x, layer.running_whitening, layer.running_mean, None, None, 4)
+    )
 
 
 @pytest.mark.parametrize("affine", [True, False])

@@ -10,9 +10,7 @@ EXACT = ("zca", "pca", "cholesky")
 
 
 def solve(solver, covariance, num_iters=5):
-    return (
-        solvers.newton(covariance, num_iters) if solver == "newton" else getattr(solvers, solver)(covariance)
-    )
+    return solvers.newton(covariance, num_iters) if solver == "newton" else getattr(solvers, solver)(covariance)
 
 
 def symmetric(matrix):

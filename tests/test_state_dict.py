@@ -93,7 +93,8 @@ def expected_blocks(state, x):
 
 
 @pytest.mark.parametrize(
-    ("channels", "block", "group_size"), [(160, 32, 32), (160, 32, 64), (64, 32, 64), (12, 4, None), (8, 1, 3), (6, 6, 64)]
+    ("channels", "block", "group_size"),
+    [(160, 32, 32), (160, 32, 64), (64, 32, 64), (12, 4, None), (8, 1, 3), (6, 6, 64)],
 )
 def test_the_authors_checkpoint(channels, block, group_size):
     state = authors_state(channels, block)

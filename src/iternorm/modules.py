@@ -84,7 +84,7 @@ class WhiteningNorm(nn.Module):
         functional.check_eps(eps)
         functional.check_momentum(momentum)
         functional.check_group_size(group_size)
-        functional.choose_impl(impl)
+        functional.check_impl(impl)
         if running not in RUNNING:
             raise ValueError(f"running={running!r} is not known; choose one of {', '.join(map(repr, RUNNING))}")
         self.num_features = num_features

@@ -5,12 +5,14 @@ matrices. The verbs that touch the activation are torch.library operators with a
 `torch.compile` and `torch.export` see four opaque calls in place of loops over tiles; eager code calls them directly.
 """
 
+import functools
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from iternorm import groups, plain, solvers
+from iternorm import groups, plain, running, solvers
 
 
 @torch.library.custom_op("iternorm::moments", mutates_args=())
@@ -69,6 +71,21 @@ def _no_autocast(x: Tensor):
     return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
 
 
+class Running(NamedTuple):
+    """Running statistics to update: mean ``[C]``, whitening or covariance ``[G, d, d]``, the counter of batches."""
+
+    mean: Tensor
+    matrix: Tensor
+    num_batches: Tensor | None
+    momentum: float | None
+    is_covariance: bool
+
+
+def update_running(statistics: Running, mean: Tensor, covariance: Tensor, whitening: Tensor) -> None:
+    value = covariance if statistics.is_covariance else whitening
+    running.update(statistics.mean, statistics.matrix, statistics.num_batches, mean, value, statistics.momentum)
+
+
 def whiten(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, solver: str, num_iters: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -121,6 +138,167 @@ class _Whiten(torch.autograd.Function):
                 offset = _on_vector(first, grad_sum, group_size) / -num_samples - _on_vector(second, mean, group_size)
                 grad_x = _call(_affine_pair_op, grad, x, first, second, offset, group_size)
         return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+@functools.cache
+def _kernels():
+    """The Triton kernels, or None where triton is not installed."""
+    try:
+        from iternorm.kernels import launch
+    except ImportError:
+        return None
+    return launch
+
+
+def no_kernels(x: Tensor, group_size: int, solver: str) -> str | None:
+    """Why the Triton kernels cannot normalize `x`, or None."""
+    if solver != "newton":
+        return f"the kernels compute newton's iteration, not {solver!r}"
+    launch = _kernels()
+    if launch is None:
+        return "triton is not installed"
+    return launch.unsupported(x, group_size)
+
+
+def whiten_fused(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    num_iters: int,
+    eps: float,
+    statistics: Running | None,
+) -> Tensor:
+    """`whiten` by Newton's iteration in Triton kernels, and the running statistics in the same launches.
+
+    Under `torch.compile` the statistics are updated by ordinary operations, which the compiler joins.
+    """
+    compiling = torch.compiler.is_compiling()
+    inside = None if compiling else statistics
+    y, mean, covariance, whitening = _WhitenFused.apply(x, weight, bias, group_size, num_iters, eps, inside)  # pyright: ignore[reportGeneralTypeIssues]
+    if compiling and statistics is not None:
+        size = whitening.shape[-1]
+        update_running(statistics, mean, covariance[:, :size, :size], whitening)
+    return y
+
+
+class _WhitenFused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, group_size, num_iters, eps, statistics):
+        if torch.compiler.is_compiling():
+            y, mean, covariance, whitening, iterates = _fused_forward_op(x, weight, bias, group_size, num_iters, eps)
+        else:
+            y, mean, covariance, whitening, iterates = _launch_forward(
+                x, weight, bias, group_size, num_iters, eps, statistics
+            )
+        ctx.save_for_backward(x, weight, bias, mean, covariance, whitening, iterates)
+        ctx.mark_non_differentiable(mean, covariance, whitening)
+        ctx.config = group_size, num_iters, eps
+        return y, mean, covariance, whitening
+
+    @staticmethod
+    def backward(ctx, grad, *_unused):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, bias, mean, covariance, whitening, iterates = ctx.saved_tensors
+        group_size, num_iters, eps = ctx.config
+        needs = ctx.needs_input_grad[:3]
+        nothing = None, None, None, None
+        compiling = torch.compiler.is_compiling()
+        if torch.is_grad_enabled() and not compiling:
+            config = group_size, "newton", num_iters, eps
+            return *_differentiable_backward(grad, (x, weight, bias), needs, config), *nothing
+        run = _fused_backward_op if compiling else _fused_backward_op._init_fn
+        gradients = run(grad, x, weight, mean, covariance, whitening, iterates, group_size, num_iters, eps, needs[0])
+        grad_weight = gradients[1].to(weight.dtype) if needs[1] else None
+        grad_bias = gradients[2].to(bias.dtype) if needs[2] else None
+        return gradients[0] if needs[0] else None, grad_weight, grad_bias, *nothing
+
+
+def _launch_forward(x, weight, bias, group_size, num_iters, eps, statistics):
+    launch = _kernels()
+    assert launch is not None
+    with _on_device(x):
+        return launch.forward(x, weight, bias, group_size, num_iters, eps, statistics)
+
+
+@torch.library.custom_op("iternorm::fused_forward", mutates_args=())
+def _fused_forward_op(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, num_iters: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _launch_forward(x, weight, bias, group_size, num_iters, eps, None)
+
+
+@_fused_forward_op.register_fake
+def _(x, weight, bias, group_size, num_iters, eps):
+    launch = _kernels()
+    assert launch is not None
+    padded, saved = launch.sizes(x.shape[1], group_size, num_iters)
+    whitening = _matrices_like(x, group_size, torch.float32)
+    return (
+        torch.empty_like(launch.dense(x)),
+        x.new_empty(x.shape[1], dtype=torch.float32),
+        whitening.new_empty(whitening.shape[0], padded, padded),
+        whitening,
+        whitening.new_empty(saved),
+    )
+
+
+@torch.library.custom_op("iternorm::fused_backward", mutates_args=())
+def _fused_backward_op(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    covariance: Tensor,
+    whitening: Tensor,
+    iterates: Tensor,
+    group_size: int,
+    num_iters: int,
+    eps: float,
+    needs_input: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    launch = _kernels()
+    assert launch is not None
+    with _on_device(x):
+        dx, grad_weight, grad_bias = launch.backward(
+            grad, x, weight, mean, covariance, whitening, iterates, group_size, num_iters, eps, needs_input
+        )
+    # An operator returns tensors: what was not asked for is empty.
+    return (
+        grad_bias.new_empty(0) if dx is None else dx,
+        grad_bias.new_empty(0) if grad_weight is None else grad_weight,
+        grad_bias,
+    )
+
+
+@_fused_backward_op.register_fake
+def _(grad, x, weight, mean, covariance, whitening, iterates, group_size, num_iters, eps, needs_input):
+    launch = _kernels()
+    assert launch is not None
+    dx = torch.empty_like(launch.dense(x)) if needs_input else mean.new_empty(0)
+    return dx, mean.new_empty(0) if weight is None else torch.empty_like(mean), torch.empty_like(mean)
+
+
+def can_infer(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """The inference kernel has no gradient, and a graph that is recorded or exported wants ordinary operators."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)))
+
+
+def infer_fused(
+    x: Tensor, whitening: Tensor, mean: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int
+) -> Tensor:
+    """y = diag(γ) W (x - μ) + β from running statistics, in one launch."""
+    launch = _kernels()
+    assert launch is not None
+    with _on_device(x):
+        return launch.infer(x, whitening, mean, weight, bias, group_size)
+
+
+def _on_device(x: Tensor):
+    """Kernels are launched on the current device: make it that of `x` where it is another."""
+    same = not x.is_cuda or x.device.index == torch.cuda.current_device()
+    return nullcontext() if same else torch.cuda.device(x.device)
 
 
 def _call(op, *args):
