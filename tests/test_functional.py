@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from checks import correlated, covariance_of, relative_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from checks import correlated, covariance_of, relative_error
 from iternorm import functional, groups, reference
 
 SOLVERS = ("newton", "zca", "pca", "cholesky")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from checks import correlated, peak_bytes, relative_error
 from torch.autograd import gradcheck, gradgradcheck
 
 import iternorm
+from checks import correlated, peak_bytes, relative_error
 from iternorm import functional, reference
 
 SOLVERS = ("newton", "zca", "pca", "cholesky")

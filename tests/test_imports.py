@@ -13,7 +13,7 @@ PACKAGE = Path(iternorm.__file__).parent
 
 # Each room may import rooms that stand before it, and rooms on its own line.
 ORDER = [
-    ["groups"],
+    ["groups", "running"],
     ["reference", "plain", "solvers", "kernels"],
     ["ops"],
     ["functional"],

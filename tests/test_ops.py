@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from checks import correlated
 
+from checks import correlated
 from iternorm import ops
 
 OPCHECKS = ("test_schema", "test_faketensor")

@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from checks import assert_same_state, correlated, relative_error, state_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from checks import assert_same_state, correlated, relative_error, state_of
 from iternorm import DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, IterNorm3d
 
 
@@ -158,7 +158,7 @@ def test_activation_checkpointing_gives_the_same_gradients(use_reentrant):
     assert_all_close(actual, expected)
 
 
-class lambda_module(nn.Module):  # noqa: N801
+class lambda_module(nn.Module):
     """A module around a function of another."""
 
     def __init__(self, module, function):
