@@ -131,7 +131,7 @@ def test_gradients_do_not_depend_on_the_memory_format_of_dy():
         results = []
         for x_format in (torch.contiguous_format, torch.channels_last):
             for grad_format in (None, torch.contiguous_format, torch.channels_last):
-                leaf = x.contiguous(memory_format=x_format).requires_grad_()
+                leaf = x.clone(memory_format=x_format).requires_grad_()
                 given = grad if grad_format is None else grad.contiguous(memory_format=grad_format)
                 functional.iter_norm(leaf, training=True, group_size=4).backward(given)
                 assert leaf.grad.is_contiguous(memory_format=x_format)
