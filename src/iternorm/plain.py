@@ -79,7 +79,8 @@ def _moments_about(layout: "_Planes | _Rows", view: Tensor, pilot: Tensor | None
 def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Σ dy ``[C]`` and Σ dy (x - mean)ᵀ ``[G, d, d]`` (math.md, Eq. 21).
 
-    The mean is taken out afterwards: what that costs in accuracy is no more than rounding x itself does.
+    No centred copy is made: the mean is taken out of each sample's product, before products are added up. What that
+    costs in accuracy is about what rounding x itself does.
     """
     grad_planes, planes = as_planes(grad), as_planes(x)
     sums, crosses = [], []
@@ -89,12 +90,13 @@ def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tup
         part_mean = mean[part.channels].view(part.count, part.size)
         total = cross = 0
         for tile in layout.tiles(view, copied=grad_view.stride() != view.stride()):
-            grad_block = layout.load(grad_view, tile, None)
-            total = total + layout.channel_sum(grad_block)
-            cross = cross + layout.product(grad_block, layout.load(view, tile, None))
-        total = torch.as_tensor(total)
-        sums.append(total.flatten())
-        crosses.append(cross - total[:, :, None] * part_mean[:, None, :])
+            tile_total, tile_cross = layout.cross(
+                layout.load(grad_view, tile, None), layout.load(view, tile, None), part_mean
+            )
+            total = total + tile_total
+            cross = cross + tile_cross
+        sums.append(torch.as_tensor(total).flatten())
+        crosses.append(torch.as_tensor(cross))
     return torch.cat(sums), pad(crosses)
 
 
@@ -190,6 +192,14 @@ class _Planes:
             return torch.cat([top, torch.cat([top[:, :, half:].mT, corner], 2)], 1)
         return torch.matmul(left, right.mT).sum(0)
 
+    @staticmethod
+    def cross(left: Tensor, right: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ left ``[G, d]`` and Σ left (right - mean)ᵀ ``[G, d, d]`` over samples and positions."""
+        totals = left.sum(3)
+        products = torch.matmul(left, right.mT)
+        products.addcmul_(totals[..., None], mean[:, None, :], value=-1)
+        return totals.sum(0), products.sum(0)
+
     def map(self, views, matrices, offset, tile, out) -> None:
         count, size = self.part.count, self.part.size
         target = out[tile[0], :, :, tile[1]]
@@ -257,12 +267,17 @@ class _Rows:
 
     @staticmethod
     def product(left: Tensor, right: Tensor) -> Tensor:
-        # One long product of small matrices keeps one core busy; several shorter ones share the cores. Products along
-        # strided rows are slow (15 ms against 7 for two groups of 64 in 64x128x32x32), so a tile is packed first.
-        rows = left.shape[1]
-        pieces = next(p for p in (8, 4, 2, 1) if rows % p == 0)
-        left, right = (t.contiguous().unflatten(1, (pieces, rows // pieces)) for t in (left, right))
+        left, right = _pieces(left), _pieces(right)
         return torch.matmul(left.mT, right).sum(1)
+
+    @staticmethod
+    def cross(left: Tensor, right: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+        left = _pieces(left)
+        right = _pieces(right)
+        totals = left.sum(2)
+        products = torch.matmul(left.mT, right)
+        products.addcmul_(totals[..., None], mean[:, None, None, :], value=-1)
+        return totals.sum(1), products.sum(1)
 
     def map(self, views, matrices, offset, tile, out) -> None:
         target = out[:, tile[0], tile[1]]
@@ -274,6 +289,16 @@ class _Rows:
             start = torch.baddbmm(start, self.load(view, tile, None), matrix.mT, out=result)
         if not direct:
             target.copy_(result.view(target.shape))
+
+
+def _pieces(rows: Tensor) -> Tensor:
+    """``[G, r, d]`` as ``[G, p, r / p, d]``.
+
+    One long product of small matrices keeps one core busy; several shorter ones share the cores. Products along strided
+    rows are slow (15 ms against 7 for two groups of 64 in 64x128x32x32), so a tile is packed first.
+    """
+    pieces = next(p for p in (8, 4, 2, 1) if rows.shape[1] % p == 0)
+    return rows.contiguous().unflatten(1, (pieces, rows.shape[1] // pieces))
 
 
 def _tile_shape(numel: int, batch: int, length: int) -> tuple[int, int]:
