@@ -6,6 +6,7 @@ Kernels are compiled in parallel processes first, then timed one by one as CUDA 
 """
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
@@ -15,7 +16,7 @@ import sys
 import torch
 
 from iternorm.kernels import launch
-from iternorm.kernels.launch import Tiles
+from iternorm.kernels.plan import Tiles
 
 SHAPES = {
     "stem": (256, 64, 112, 112),
@@ -34,22 +35,34 @@ def prepare(shape, mode, rows):
     torch.set_float32_matmul_precision(setting)
     layout = torch.channels_last if rows else torch.contiguous_format
     x = torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=layout)
-    grad = torch.randn_like(x)
-    described = launch.shape_of(x, 64)
-    whitening = torch.randn(described.num_groups, 64, 64, device="cuda")
+    grad, out = torch.randn_like(x), torch.empty_like(x)
+    count = -(-shape[1] // 64)
+    matrix = torch.empty(count, 64, 64, device="cuda")
     vector = torch.randn(shape[1], device="cuda")
-    return {
-        "moments": lambda: launch._moments(None, x, None, described),
-        "cross_moments": lambda: launch._moments(grad, x, vector, described),
-        "apply": lambda: launch._apply(x, whitening, vector, vector, vector, described),
-        "apply_backward": lambda: launch._apply_backward(
-            grad, x, whitening, whitening, vector, vector, vector, described
-        ),
-    }
+    workspace = torch.empty(count * 1024 * 64 * 66, device="cuda")
+
+    def call(kernel):
+        plan = launch.plan_for(x, vector, vector, 64, 5, None)
+        stream = plan.stream(x)
+        activation, gradient, result, v = x.data_ptr(), grad.data_ptr(), out.data_ptr(), vector.data_ptr()
+        partial, reduced = workspace.data_ptr(), matrix.data_ptr()
+        if kernel == "moments":
+            plan.launch("moments")(stream, (activation, activation, None, partial))
+            plan.launch("reduce")(stream, (partial, reduced, v, v))
+        elif kernel == "cross_moments":
+            plan.launch("cross_moments")(stream, (gradient, activation, v, partial))
+            plan.launch("cross_reduce")(stream, (partial, reduced, v, None))
+        elif kernel == "apply":
+            plan.launch("apply")(stream, (activation, result, reduced, v, v, v, None, None))
+        else:
+            plan.launch("apply_backward")(stream, (gradient, activation, result, reduced, reduced, v, v, v))
+
+    return {kernel: functools.partial(call, kernel) for kernel in KERNELS}
 
 
 def use(tiles):
     launch.tiles_for = lambda *_: tiles
+    launch._plans.clear()
 
 
 def graph_time(call, repeats=10, replays=5):

@@ -5,9 +5,9 @@ matrices. The verbs that touch the activation are torch.library operators with a
 `torch.compile` and `torch.export` see four opaque calls in place of loops over tiles; eager code calls them directly.
 """
 
-import functools
 from contextlib import nullcontext
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,24 +140,27 @@ class _Whiten(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-@functools.cache
-def _kernels():
-    """The Triton kernels, or None where triton is not installed."""
-    try:
+HAS_TRITON = find_spec("triton") is not None
+_launch: Any = None
+
+
+def kernels() -> Any:
+    """The Triton kernels, imported when they are first used."""
+    global _launch
+    if _launch is None:
         from iternorm.kernels import launch
-    except ImportError:
-        return None
-    return launch
+
+        _launch = launch
+    return _launch
 
 
 def no_kernels(x: Tensor, group_size: int, solver: str) -> str | None:
     """Why the Triton kernels cannot normalize `x`, or None."""
     if solver != "newton":
         return f"the kernels compute newton's iteration, not {solver!r}"
-    launch = _kernels()
-    if launch is None:
+    if not HAS_TRITON:
         return "triton is not installed"
-    return launch.unsupported(x, group_size)
+    return kernels().unsupported(x, group_size)
 
 
 def whiten_fused(
@@ -175,8 +178,9 @@ def whiten_fused(
     """
     compiling = torch.compiler.is_compiling()
     inside = None if compiling else statistics
-    y, mean, covariance, whitening = _WhitenFused.apply(x, weight, bias, group_size, num_iters, eps, inside)  # pyright: ignore[reportGeneralTypeIssues]
+    y, state = _WhitenFused.apply(x, weight, bias, group_size, num_iters, eps, inside)  # pyright: ignore[reportGeneralTypeIssues]
     if compiling and statistics is not None:
+        mean, covariance, whitening = kernels().views(state, x.shape[1], group_size, num_iters)
         size = whitening.shape[-1]
         update_running(statistics, mean, covariance[:, :size, :size], whitening)
     return y
@@ -186,60 +190,46 @@ class _WhitenFused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, group_size, num_iters, eps, statistics):
         if torch.compiler.is_compiling():
-            y, mean, covariance, whitening, iterates = _fused_forward_op(x, weight, bias, group_size, num_iters, eps)
+            y, state = _fused_forward_op(x, weight, bias, group_size, num_iters, eps)
         else:
-            y, mean, covariance, whitening, iterates = _launch_forward(
-                x, weight, bias, group_size, num_iters, eps, statistics
-            )
-        ctx.save_for_backward(x, weight, bias, mean, covariance, whitening, iterates)
-        ctx.mark_non_differentiable(mean, covariance, whitening)
+            with _on_device(x):
+                y, state = kernels().forward(x, weight, bias, group_size, num_iters, eps, statistics)
+        ctx.save_for_backward(x, weight, bias, state)
+        ctx.mark_non_differentiable(state)
         ctx.config = group_size, num_iters, eps
-        return y, mean, covariance, whitening
+        return y, state
 
     @staticmethod
-    def backward(ctx, grad, *_unused):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias, mean, covariance, whitening, iterates = ctx.saved_tensors
+    def backward(ctx, grad, _unused):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, bias, state = ctx.saved_tensors
         group_size, num_iters, eps = ctx.config
         needs = ctx.needs_input_grad[:3]
-        nothing = None, None, None, None
         compiling = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and not compiling:
+        if compiling:
+            gradients = _fused_backward_op(grad, x, weight, state, group_size, num_iters, eps, needs[0])
+        elif torch.is_grad_enabled():
             config = group_size, "newton", num_iters, eps
-            return *_differentiable_backward(grad, (x, weight, bias), needs, config), *nothing
-        run = _fused_backward_op if compiling else _fused_backward_op._init_fn
-        gradients = run(grad, x, weight, mean, covariance, whitening, iterates, group_size, num_iters, eps, needs[0])
+            return *_differentiable_backward(grad, (x, weight, bias), needs, config), None, None, None, None
+        else:
+            with _on_device(x):
+                gradients = kernels().backward(grad, x, weight, state, group_size, num_iters, eps, needs[0])
         grad_weight = gradients[1].to(weight.dtype) if needs[1] else None
         grad_bias = gradients[2].to(bias.dtype) if needs[2] else None
-        return gradients[0] if needs[0] else None, grad_weight, grad_bias, *nothing
-
-
-def _launch_forward(x, weight, bias, group_size, num_iters, eps, statistics):
-    launch = _kernels()
-    assert launch is not None
-    with _on_device(x):
-        return launch.forward(x, weight, bias, group_size, num_iters, eps, statistics)
+        return gradients[0] if needs[0] else None, grad_weight, grad_bias, None, None, None, None
 
 
 @torch.library.custom_op("iternorm::fused_forward", mutates_args=())
 def _fused_forward_op(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, num_iters: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _launch_forward(x, weight, bias, group_size, num_iters, eps, None)
+) -> tuple[Tensor, Tensor]:
+    with _on_device(x):
+        return kernels().forward(x, weight, bias, group_size, num_iters, eps)
 
 
 @_fused_forward_op.register_fake
 def _(x, weight, bias, group_size, num_iters, eps):
-    launch = _kernels()
-    assert launch is not None
-    padded, saved = launch.sizes(x.shape[1], group_size, num_iters)
-    whitening = _matrices_like(x, group_size, torch.float32)
-    return (
-        torch.empty_like(launch.dense(x)),
-        x.new_empty(x.shape[1], dtype=torch.float32),
-        whitening.new_empty(whitening.shape[0], padded, padded),
-        whitening,
-        whitening.new_empty(saved),
-    )
+    size = kernels().state_of(x.shape[1], group_size, num_iters).size
+    return torch.empty_like(kernels().dense(x)), x.new_empty(size, dtype=torch.float32)
 
 
 @torch.library.custom_op("iternorm::fused_backward", mutates_args=())
@@ -247,35 +237,23 @@ def _fused_backward_op(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
-    mean: Tensor,
-    covariance: Tensor,
-    whitening: Tensor,
-    iterates: Tensor,
+    state: Tensor,
     group_size: int,
     num_iters: int,
     eps: float,
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    launch = _kernels()
-    assert launch is not None
     with _on_device(x):
-        dx, grad_weight, grad_bias = launch.backward(
-            grad, x, weight, mean, covariance, whitening, iterates, group_size, num_iters, eps, needs_input
-        )
+        gradients = kernels().backward(grad, x, weight, state, group_size, num_iters, eps, needs_input)
     # An operator returns tensors: what was not asked for is empty.
-    return (
-        grad_bias.new_empty(0) if dx is None else dx,
-        grad_bias.new_empty(0) if grad_weight is None else grad_weight,
-        grad_bias,
-    )
+    dx, grad_weight, grad_bias = (state.new_empty(0) if g is None else g for g in gradients)
+    return dx, grad_weight, grad_bias
 
 
 @_fused_backward_op.register_fake
-def _(grad, x, weight, mean, covariance, whitening, iterates, group_size, num_iters, eps, needs_input):
-    launch = _kernels()
-    assert launch is not None
-    dx = torch.empty_like(launch.dense(x)) if needs_input else mean.new_empty(0)
-    return dx, mean.new_empty(0) if weight is None else torch.empty_like(mean), torch.empty_like(mean)
+def _(grad, x, weight, state, group_size, num_iters, eps, needs_input):
+    dx = torch.empty_like(kernels().dense(x)) if needs_input else state.new_empty(0)
+    return dx, state.new_empty(0 if weight is None else x.shape[1]), state.new_empty(x.shape[1])
 
 
 def can_infer(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -289,10 +267,8 @@ def infer_fused(
     x: Tensor, whitening: Tensor, mean: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int
 ) -> Tensor:
     """y = diag(γ) W (x - μ) + β from running statistics, in one launch."""
-    launch = _kernels()
-    assert launch is not None
     with _on_device(x):
-        return launch.infer(x, whitening, mean, weight, bias, group_size)
+        return kernels().infer(x, whitening, mean, weight, bias, group_size)
 
 
 def _on_device(x: Tensor):

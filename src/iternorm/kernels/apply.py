@@ -10,6 +10,7 @@ import triton.language as tl
 
 from iternorm.kernels.moments import (
     along_channels,
+    follow,
     load_tile,
     sample_offsets,
     shifted,
@@ -106,8 +107,10 @@ def apply_forward(
     BIG: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y = diag(γ) W (x - μ) + β (math.md, Eq. 1)."""
+    follow(PDL)
     program = tl.program_id(0)
     group = tl.program_id(1)
     index = tl.arange(0, BD)
@@ -232,8 +235,10 @@ def apply_backward(
     BIG: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """dx = Aᵀ dy + B (x - μ) - Aᵀ Σdy / m (math.md, Eq. 23)."""
+    follow(PDL)
     program = tl.program_id(0)
     group = tl.program_id(1)
     index = tl.arange(0, BD)

@@ -9,6 +9,15 @@ the group size rounded up to a power of two; what lies beyond the group is maske
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
+
+
+@triton.jit
+def follow(PDL: tl.constexpr):
+    """Wait for the launch before, then let the next one be brought up: programmatic dependent launch."""
+    if PDL:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -192,6 +201,7 @@ def partial_moments(
     BIG: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Σ a and Σ a (x - shift)ᵀ over a run of tiles.
 
@@ -199,6 +209,7 @@ def partial_moments(
     mean costs no accuracy (math.md, Eq. 4). Backward: a is dy, and the shift is the mean of the batch (Eq. 21).
     `WHOLE` says that every group fills its tile: no channel is masked.
     """
+    follow(PDL)
     program = tl.program_id(0)
     group = tl.program_id(1)
     index = tl.arange(0, BD)
@@ -300,12 +311,14 @@ def reduce_moments(
     BD: tl.constexpr,
     PB: tl.constexpr,
     SELF: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Join the partials of a group, one program a row: mean, covariance and variance, or Σ dy and Σ dy (x - mean)ᵀ.
 
     A partial about its own pilot p is moved to a common anchor q, the first program's pilot, by
     Σ (x-q)(x-q)ᵀ = G + s δᵀ + δ sᵀ + n δ δᵀ with δ = p - q, and the sum from there to the mean (math.md, Eq. 4).
     """
+    follow(PDL)
     group = tl.program_id(0)
     row = tl.program_id(1)
     columns = tl.arange(0, BD)

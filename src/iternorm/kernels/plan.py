@@ -12,6 +12,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # The largest group whose iteration runs in one program: three matrices of 64x64 fit its registers, of 128x128 not.
 LARGEST_NEWTON = 64
 LARGEST_GROUP = 128
+# Triton decides when a kernel is defined whether it will be interpreted.
+INTERPRETED: bool = knobs.runtime.interpret
 # 2 and 8 warps were slower: 19.5 and 16.5 us against 10.4, forward at 64x64, T=5, TF32, on an H200.
 NEWTON_WARPS = 4
 
@@ -43,7 +45,7 @@ def unsupported(x: Tensor, group_size: int) -> str | None:
         return f"they take float16, bfloat16 and float32, not {x.dtype}"
     if groups.effective_size(x.shape[1], group_size) > LARGEST_GROUP:
         return f"they take groups of up to {LARGEST_GROUP} channels, not {group_size}"
-    if not x.is_cuda and not knobs.runtime.interpret:
+    if not x.is_cuda and not INTERPRETED:
         return f"they need a CUDA tensor, not one on {x.device}"
     return None
 
@@ -66,11 +68,43 @@ def padded_size(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def sizes(channels: int, group_size: int, num_iters: int) -> tuple[int, int]:
-    """The padded group size, and how many numbers the iterates of all groups take."""
-    padded = padded_size(groups.effective_size(channels, group_size))
-    slots = max(0, 2 * num_iters - 2) if padded <= LARGEST_NEWTON else 0
-    return padded, groups.num_groups(channels, group_size) * slots * padded * padded
+class State(NamedTuple):
+    """Where a forward pass keeps what its backward needs, in one fp32 buffer: offsets, in elements."""
+
+    mean: int  # [C]
+    variance: int  # [C]
+    finite: int  # one int32
+    covariance: int  # [G, BD, BD], without eps
+    whitening: int  # [G, d, d]
+    iterates: int  # [G, 2 T - 2, BD, BD]
+    size: int
+
+
+def state_of(channels: int, group_size: int, num_iters: int) -> State:
+    size = groups.effective_size(channels, group_size)
+    padded = padded_size(size)
+    count = groups.num_groups(channels, group_size)
+    slots = slots_of(num_iters) if padded <= LARGEST_NEWTON else 0
+    offsets = [0]
+    for length in (channels, channels, 1, count * padded**2, count * size**2, count * slots * padded**2):
+        # Every part begins at 16 bytes, as the kernels' loads expect.
+        offsets.append(offsets[-1] + -(-length // 4) * 4)
+    return State(*offsets)
+
+
+def slots_of(num_iters: int) -> int:
+    """How many iterates the backward wants: R_1..R_{T-1} and Z_1..Z_{T-1}."""
+    return max(0, 2 * num_iters - 2)
+
+
+def views(state: Tensor, channels: int, group_size: int, num_iters: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean ``[C]``, covariance ``[G, BD, BD]`` and whitening ``[G, d, d]`` in a state buffer."""
+    size = groups.effective_size(channels, group_size)
+    count, padded = groups.num_groups(channels, group_size), padded_size(size)
+    at = state_of(channels, group_size, num_iters)
+    covariance = state[at.covariance : at.covariance + count * padded**2].view(count, padded, padded)
+    whitening = state[at.whitening : at.whitening + count * size**2].view(count, size, size)
+    return state[:channels], covariance, whitening
 
 
 def shape_of(x: Tensor, group_size: int) -> Shape:
@@ -92,21 +126,20 @@ def parts(dtype: torch.dtype) -> int:
     fp32 input is computed to fp32's accuracy unless the user has allowed TF32 products: then to 2^-16, which is faster
     here than TF32. float16 has three bits more than one bfloat16 holds.
     """
-    if knobs.runtime.interpret:
+    if INTERPRETED:
         return 0
     if dtype == torch.bfloat16:
         return 1
     return 3 if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else 2
 
 
-def precision(dtype: torch.dtype) -> str:
-    """The products of the iteration, on fp32 matrices."""
-    return ("ieee", "tf32", "tf32", "tf32x3")[parts(dtype)]
+def precision(split: int) -> str:
+    """The products of the iteration, on fp32 matrices, for a number of `parts`."""
+    return ("ieee", "tf32", "tf32", "tf32x3")[split]
 
 
-def tiles_for(kernel: str, shape: Shape, dtype: torch.dtype) -> Tiles:
+def tiles_for(kernel: str, shape: Shape, split: int) -> Tiles:
     """The choices that benchmarks/tune_kernels.py found best over its shapes on an H200."""
-    split = parts(dtype)
     if shape.padded > 64:
         return Tiles(64 if split == 1 else 32, 8, 2, 1)
     if split == 1:
