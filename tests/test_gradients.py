@@ -154,8 +154,8 @@ def test_half_precision_gradients_are_rounded_once(dtype):
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_gradients_under_a_large_mean(channels_last):
-    # What a mean of 1000 deviations costs in fp32 is of the order of rounding x itself, 6e-5 of a deviation. The weight's
-    # gradient is a sum over samples that cancels: it is measured against the sum without cancellation.
+    # What a mean of 1000 deviations costs in fp32 is of the order of rounding x itself, 6e-5 of a deviation. The
+    # gradient for the weight is a sum over samples that cancels: it is measured against the sum without cancellation.
     x = torch.randn(64, 16, 24, 24) + 1000
     grad = torch.randn_like(x) + 1
     if channels_last:
