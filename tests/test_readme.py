@@ -20,7 +20,7 @@ def blocks(name, language):
 
 def test_the_readmes_code_runs():
     code = blocks("README.md", "python")
-    assert len(code) == 3
+    assert len(code) >= 3
     namespace = {}
     for block in code:
         exec(block, namespace)
@@ -62,7 +62,7 @@ def test_the_house_of_the_design_is_the_house_that_stands():
     named = set(re.findall(r"^      (\w+(?:\.py|/)) ", house, re.MULTILINE))
     standing = {p.name if p.is_file() else f"{p.name}/" for p in package.iterdir()}
     standing = {name for name in standing if name.endswith((".py", "/"))} - {"__main__.py", "__pycache__/"}
-    assert named == standing
+    assert named == standing, "each file of the package has one line in The house of DESIGN.md"
 
 
 def test_equations_are_numbered_in_order_and_cited_ones_exist():
