@@ -46,7 +46,7 @@ def _affine_op(x: Tensor, matrix: Tensor, offset: Tensor, group_size: int) -> Te
 
 @_affine_op.register_fake
 def _(x, matrix, offset, group_size):
-    return _map_like(x)
+    return plain.empty_output(x)
 
 
 @torch.library.custom_op("iternorm::affine_pair", mutates_args=())
@@ -57,16 +57,12 @@ def _affine_pair_op(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offs
 
 @_affine_pair_op.register_fake
 def _(grad, x, first, second, offset, group_size):
-    return _map_like(x)
+    return plain.empty_output(x)
 
 
 def _matrices_like(x: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
     size = groups.effective_size(x.shape[1], group_size)
     return x.new_empty(groups.num_groups(x.shape[1], group_size), size, size, dtype=dtype)
-
-
-def _map_like(x: Tensor) -> Tensor:
-    return torch.empty_like(plain.as_planes(x)).view(x.shape)
 
 
 def _no_autocast(x: Tensor):
