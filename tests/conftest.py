@@ -1,5 +1,10 @@
 """Fixtures that all tests share, and one of their own for every test: the same random numbers in any order."""
 
+import os
+
+# Inductor's pool of compiler processes outlives the tests and keeps their output open.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import pytest
 import torch
 

@@ -4,10 +4,10 @@ import inspect
 
 import pytest
 import torch
-from checks import assert_same_state, correlated, covariance_of, relative_error, state_of
 from torch import nn
 
 import iternorm
+from checks import assert_same_state, correlated, covariance_of, relative_error, state_of
 from iternorm import DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, IterNorm3d, functional, groups, reference
 
 LAYERS = [

@@ -140,7 +140,6 @@ def _normalize(
     check_impl(impl)
     num_features = x.shape[1]
     size = groups.effective_size(num_features, group_size)
-    impl = choose_impl(impl, x, size, solver)
     matrix_shape = (groups.num_groups(num_features, group_size), size, size)
     for name, tensor, shape in (
         ("running_mean", running_mean, (num_features,)),
@@ -160,37 +159,56 @@ def _normalize(
     if (running_mean is None) != (running_matrix is None):
         raise ValueError("running_mean and running_whitening (or running_covariance) go together; give both or neither")
 
-    if not training:
-        if running_mean is None or running_matrix is None:
-            raise ValueError("training=False needs running_mean and running_whitening; give them, or training=True")
-        with torch.no_grad():
-            dtype = plain.compute_dtype(x.dtype)
-            whitening = running_matrix.to(dtype)
-            if running_covariance is not None:
-                whitening, _ = ops.inverse_sqrt(whitening, num_features, size, solver, num_iters, eps)
-        mean = running_mean.to(dtype)
-        if impl == "triton" and ops.can_infer(x, weight, bias):
-            return ops.infer_fused(x, whitening, mean, weight, bias, size)
-        return apply(x, whitening, mean, weight, bias, size)
-
-    if x.numel() // num_features <= 1:
-        raise ValueError(
-            f"Expected more than 1 value per channel when training, got input size {list(x.shape)}; "
-            "use a larger batch, or eval mode"
-        )
-    if momentum is None and running_mean is not None and num_batches_tracked is None:
+    if not training and running_mean is None:
+        raise ValueError("training=False needs running_mean and running_whitening; give them, or training=True")
+    if momentum is None and training and running_mean is not None and num_batches_tracked is None:
         raise ValueError("momentum=None is the cumulative average and needs num_batches_tracked; give it, or a number")
     statistics = None
     if running_mean is not None and running_matrix is not None:
         statistics = ops.Running(
             running_mean, running_matrix, num_batches_tracked, momentum, running_covariance is not None
         )
+    return normalize(x, statistics, weight, bias, training, eps, size, solver, num_iters, impl)
+
+
+def normalize(
+    x: Tensor,
+    statistics: ops.Running | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    eps: float,
+    group_size: int,
+    solver: str,
+    num_iters: int,
+    impl: str,
+) -> Tensor:
+    """What a layer calls, its arguments checked: choose the implementation and run it.
+
+    `group_size` is that of a full group (`groups.effective_size`).
+    """
+    impl = choose_impl(impl, x, group_size, solver)
+    if not training and statistics is not None:
+        with torch.no_grad():
+            dtype = plain.compute_dtype(x.dtype)
+            whitening, mean = statistics.matrix.to(dtype), statistics.mean.to(dtype)
+            if statistics.is_covariance:
+                whitening, _ = ops.inverse_sqrt(whitening, x.shape[1], group_size, solver, num_iters, eps)
+        if impl == "triton" and ops.can_infer(x, weight, bias):
+            return ops.infer_fused(x, whitening, mean, weight, bias, group_size)
+        return apply(x, whitening, mean, weight, bias, group_size)
+
+    if x.numel() // x.shape[1] <= 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {list(x.shape)}; "
+            "use a larger batch, or eval mode"
+        )
     if impl == "triton":
-        return ops.whiten_fused(x, weight, bias, size, num_iters, eps, statistics)
+        return ops.whiten_fused(x, weight, bias, group_size, num_iters, eps, statistics)
     if impl == "reference":
-        y, mean, covariance, whitening = _reference(x, weight, bias, size, solver, num_iters, eps)
+        y, mean, covariance, whitening = _reference(x, weight, bias, group_size, solver, num_iters, eps)
     else:
-        y, mean, covariance, whitening = ops.whiten(x, weight, bias, size, solver, num_iters, eps)
+        y, mean, covariance, whitening = ops.whiten(x, weight, bias, group_size, solver, num_iters, eps)
     if statistics is not None:
         ops.update_running(statistics, mean, covariance, whitening)
     return y

@@ -46,7 +46,7 @@ def _affine_op(x: Tensor, matrix: Tensor, offset: Tensor, group_size: int) -> Te
 
 @_affine_op.register_fake
 def _(x, matrix, offset, group_size):
-    return _map_like(x)
+    return plain.empty_output(x)
 
 
 @torch.library.custom_op("iternorm::affine_pair", mutates_args=())
@@ -57,16 +57,12 @@ def _affine_pair_op(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offs
 
 @_affine_pair_op.register_fake
 def _(grad, x, first, second, offset, group_size):
-    return _map_like(x)
+    return plain.empty_output(x)
 
 
 def _matrices_like(x: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
     size = groups.effective_size(x.shape[1], group_size)
     return x.new_empty(groups.num_groups(x.shape[1], group_size), size, size, dtype=dtype)
-
-
-def _map_like(x: Tensor) -> Tensor:
-    return torch.empty_like(plain.as_planes(x)).view(x.shape)
 
 
 def _no_autocast(x: Tensor):
@@ -79,7 +75,7 @@ class Running(NamedTuple):
     """Running statistics to update: mean ``[C]``, whitening or covariance ``[G, d, d]``, the counter of batches."""
 
     mean: Tensor
-    matrix: Tensor
+    matrix: Any  # a tensor
     num_batches: Tensor | None
     momentum: float | None
     is_covariance: bool
@@ -217,9 +213,13 @@ class _WhitenFused(torch.autograd.Function):
         else:
             with _on_device(x):
                 gradients = kernels().backward(grad, x, weight, state, group_size, num_iters, eps, needs[0])
-        grad_weight = gradients[1].to(weight.dtype) if needs[1] else None
-        grad_bias = gradients[2].to(bias.dtype) if needs[2] else None
+        grad_weight = _as(gradients[1], weight) if needs[1] else None
+        grad_bias = _as(gradients[2], bias) if needs[2] else None
         return gradients[0] if needs[0] else None, grad_weight, grad_bias, None, None, None, None
+
+
+def _as(gradient: Tensor, parameter: Tensor) -> Tensor:
+    return gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
 
 
 @torch.library.custom_op("iternorm::fused_forward", mutates_args=())

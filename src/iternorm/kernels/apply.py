@@ -109,7 +109,7 @@ def apply_forward(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = diag(γ) W (x - μ) + β (math.md, Eq. 2)."""
+    """y = diag(γ) W (x - μ) + β (math.md, Eq. 1)."""
     follow(PDL)
     program = tl.program_id(0)
     group = tl.program_id(1)
@@ -237,7 +237,7 @@ def apply_backward(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """dx = Aᵀ dy + B (x - μ) - Aᵀ Σdy / m (math.md, Eq. 24)."""
+    """dx = Aᵀ dy + B (x - μ) - Aᵀ Σdy / m (math.md, Eq. 23)."""
     follow(PDL)
     program = tl.program_id(0)
     group = tl.program_id(1)

@@ -51,6 +51,7 @@ class Key(NamedTuple):
 
 
 _plans: dict[Key, "Plan"] = {}
+_workspaces: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def plan_for(x: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, num_iters: int, running) -> "Plan":
@@ -94,6 +95,7 @@ class Plan:
         self.quick = x.is_cuda and not INTERPRETED
         # A layer uses few of these: each is compiled when it is first launched.
         self._launches: dict[str, Launch] = {}
+        self._sizes: dict[str, int] = {}
 
     def launch(self, name: str) -> Launch:
         found = self._launches.get(name)
@@ -225,12 +227,22 @@ class Plan:
         """Whether the apply kernel moves the counter of batches."""
         return self.key.running is not None and self.key.running[2] and not self.large
 
-    def workspace(self, x: Tensor, name: str) -> Tensor:
-        """Room for the partial sums of all programs."""
-        padded = self.shape.padded
-        return x.new_empty(
-            self.launch(name).grid[0] * self.shape.num_groups * padded * (padded + 2), dtype=torch.float32
-        )
+    def workspace(self, x: Tensor, name: str, stream: int | None) -> Tensor:
+        """Room for the partial sums of all programs, and backward for two matrices a group.
+
+        Launches of one stream follow each other, so its layers share one buffer. A captured graph may be replayed on
+        another stream, and gets its own.
+        """
+        size = self._sizes.get(name)
+        if size is None:
+            padded, count = self.shape.padded, self.shape.num_groups
+            size = self._sizes[name] = (self.launch(name).grid[0] * (padded + 2) + 2 * padded) * count * padded
+        if stream is None or torch.cuda.is_current_stream_capturing():
+            return x.new_empty(size, dtype=torch.float32)
+        shared = _workspaces.get((self.key.device, stream))
+        if shared is None or shared.numel() < size:
+            shared = _workspaces[self.key.device, stream] = x.new_empty(size, dtype=torch.float32)
+        return shared
 
     def stream(self, *tensors: Tensor | None) -> int | None:
         """The current stream, or None where the tensors must be handed to Triton themselves."""
@@ -258,11 +270,11 @@ def forward(x, weight, bias, group_size, num_iters, eps, running=None) -> tuple[
         x = dense(x)
         plan = plan_for(x, weight, bias, group_size, num_iters, running)
     at = plan.at
-    state = x.new_empty(at.size, dtype=torch.float32)
-    workspace = plan.workspace(x, "moments")
-    y = torch.empty_like(x)
     mean, matrix, num_batches, momentum, _ = running or (None, None, None, None, None)
     stream = plan.stream(x, weight, bias, mean, matrix)
+    state = x.new_empty(at.size, dtype=torch.float32)
+    workspace = plan.workspace(x, "moments", stream)
+    y = torch.empty_like(x)
     ptr = _slice if stream is None else _address
     plan.launch("moments")(stream, (ptr(x), ptr(x), None, ptr(workspace)))
     covariance, whitening = ptr(state, at.covariance), ptr(state, at.whitening)
@@ -288,18 +300,20 @@ def backward(grad, x, weight, state, group_size, num_iters, eps, needs_input):
         grad = torch.empty_like(x).copy_(grad)
     plan = plan_for(x, weight, None, group_size, num_iters, None)
     shape, at = plan.shape, plan.at
-    workspace = plan.workspace(x, "cross_moments")
-    matrices = x.new_empty(2 * shape.num_groups * shape.padded**2, dtype=torch.float32)
+    stream = plan.stream(x, grad, weight)
     grad_bias = x.new_empty(shape.channels, dtype=torch.float32)
     grad_weight = None if weight is None else torch.empty_like(grad_bias)
-    stream = plan.stream(x, grad, weight)
+    workspace = plan.workspace(x, "cross_moments", stream)
     ptr = _slice if stream is None else _address
-    cross, second = ptr(matrices), ptr(matrices, shape.num_groups * shape.padded**2)
+    # The first part of the workspace is for the reduced matrix and for B, the rest for the partials.
+    half = shape.num_groups * shape.padded**2
+    cross, second, partials = ptr(workspace), ptr(workspace, half), ptr(workspace, 2 * half)
     covariance, whitening = ptr(state, at.covariance), ptr(state, at.whitening)
     mean, grad_sum = ptr(state, at.mean), ptr(grad_bias)
-    plan.launch("cross_moments")(stream, (ptr(grad), ptr(x), mean, ptr(workspace)))
-    plan.launch("cross_reduce")(stream, (ptr(workspace), cross, grad_sum, None))
-    if plan.large:
+    plan.launch("cross_moments")(stream, (ptr(grad), ptr(x), mean, partials))
+    plan.launch("cross_reduce")(stream, (partials, cross, grad_sum, None))
+    matrices = workspace[: 2 * half] if plan.large else None
+    if matrices is not None:
         grad_weight = _large_newton_backward(matrices, state, weight, plan, eps)
     else:
         iterates = ptr(state, at.iterates) if stream is not None or at.iterates < at.size else ptr(state)
@@ -307,7 +321,7 @@ def backward(grad, x, weight, state, group_size, num_iters, eps, needs_input):
         plan.launch("newton_backward")(stream, (*inputs, ptr(grad_weight), second), eps)
     if not needs_input:
         return None, grad_weight, grad_bias
-    if plan.large and plan.key.split == 3:
+    if matrices is not None and plan.key.split == 3:
         # Two matrices of 128x128 in three parts each ask for more shared memory than there is.
         return _large_apply_backward(grad, x, matrices, state, grad_bias, weight, plan), grad_weight, grad_bias
     dx = torch.empty_like(x)
