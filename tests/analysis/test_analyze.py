@@ -91,6 +91,30 @@ def test_statistics_are_those_of_all_data(name):
         torch.testing.assert_close(torch.tensor(side.correlation).double(), correlation, rtol=0, atol=1e-3)
 
 
+class BatchNormRelu(nn.BatchNorm2d):
+    """A layer whose output is not a scale and a shift of its input."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, BatchNormRelu])
+def test_output_of_batch_norm_is_what_it_gives(kind, mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 5, 1), kind(5)).double()
+    nn.init.uniform_(model[1].weight, -2, 2)
+    # A channel without variance, in and out.
+    model[0].weight.data[2] = 0
+    batches = [batch.double() * scale for scale, batch in enumerate(images(), 1)]
+    (layer,) = analyze(model, batches, batch_sizes=(), positions=None, mode=mode).layers
+    model = copy.deepcopy(model).train(mode == "train")
+    with torch.no_grad():
+        outputs = torch.cat([model(batch) for batch in batches])
+    measured = torch.tensor([value for _, value in layer.after.spectrum], dtype=torch.float64)
+    torch.testing.assert_close(measured, spectrum(covariance(outputs)), rtol=1e-6, atol=1e-9)
+
+
 def test_a_grid_of_positions_stays_within_its_number_and_agrees():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))

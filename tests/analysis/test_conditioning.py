@@ -48,6 +48,17 @@ def test_stream_equals_all_at_once(generator):
     torch.testing.assert_close(total.covariance, torch.cov(x.T, correction=0))
 
 
+def test_merged_moments_equal_all_at_once(generator):
+    x = torch.randn(60, 300, generator=generator, dtype=torch.float64)
+    x += torch.arange(60)[:, None] // 20 * 100
+    total = None
+    for batch in x.split([7, 13, 40]):
+        total = analysis.merge_moments(total, analysis.moments(batch))
+    assert total.num_samples == 60
+    torch.testing.assert_close(total.mean, x.mean(0))
+    torch.testing.assert_close(total.covariance, torch.cov(x.T, correction=0))
+
+
 def test_spectrum_is_descending_and_not_negative(generator):
     covariance = random_covariance(6, generator)
     values = analysis.spectrum(covariance)

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from iternorm.modules import WhiteningNorm
 
-from .conditioning import Moments, samples_by_channels, update_moments
+from .conditioning import Moments, merge_moments, samples_by_channels, update_moments
 from .operations import operation_of
 from .pools import SamplePool, StatisticsPool
 
 # Layers that normalize each example by itself: the batch adds no noise.
 PER_EXAMPLE = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
+# Layers whose output is known to be a scale and a shift of each channel; a subclass may add an activation.
+CHANNELWISE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMALIZATIONS = (nn.modules.batchnorm._BatchNorm, WhiteningNorm, *PER_EXAMPLE)
 
 
@@ -51,6 +53,8 @@ class LayerProbe:
         self.running = _running_statistics(layer)
         self._random = random.Random(seed)
         self._grid: tuple[slice, ...] = ()
+        # The last input and its moments, of a channelwise layer, until its output is seen.
+        self._last: tuple[Tensor, Moments] | None = None
 
     def see_input(self, x: Tensor) -> Tensor:
         """Take in the input of one call. Returns whether all of it is finite, as a tensor on its device."""
@@ -58,7 +62,12 @@ class LayerProbe:
         self.num_examples += x.shape[0]
         self.num_positions = x[0, 0].numel()
         self._grid = self._choose_grid(x.shape[2:])
-        self.before = update_moments(self.before, self._rows(x))
+        rows = self._rows(x)
+        if type(self.layer) in CHANNELWISE:
+            self._last = rows, update_moments(None, rows)
+            self.before = merge_moments(self.before, self._last[1])
+        else:
+            self.before = update_moments(self.before, rows)
         for pool in self.pools or ():
             pool.add(x)
         # A sum is not finite where an element is not: one pass, and nothing the size of the activation is made.
@@ -66,7 +75,19 @@ class LayerProbe:
 
     def see_output(self, y: Tensor) -> None:
         """Take in the output of the call whose input was last seen, at the same positions."""
-        self.after = update_moments(self.after, self._rows(self._channels_first(y)))
+        rows = self._rows(self._channels_first(y))
+        if self._last is None:
+            self.after = update_moments(self.after, rows)
+            return
+        # The scale of each channel, by regression, makes the scatter of the output from that of the input: the products
+        # of all pairs of channels are most of the work, and need not be done again.
+        inputs, batch = self._last
+        self._last = None
+        mean = rows.mean(0)
+        variance = batch.scatter.diagonal()
+        slope = ((inputs - batch.mean) * (rows - mean)).sum(0) / torch.where(variance > 0, variance, 1)
+        batch.scatter.mul_(slope).mul_(slope[:, None])
+        self.after = merge_moments(self.after, Moments(batch.num_samples, mean, batch.scatter))
 
     def _channels_first(self, x: Tensor) -> Tensor:
         """``[N, C, ...]`` in at least fp32 where it is small; the channels of LayerNorm are what it normalizes over."""
