@@ -259,8 +259,10 @@ def _slice(tensor: Tensor | None, offset: int = 0) -> Tensor | None:
     return tensor if tensor is None or offset == 0 else tensor[offset:]
 
 
-def forward(x, weight, bias, group_size, num_iters, eps, running=None) -> tuple[Tensor, Tensor]:
+def forward(x, weight, bias, group_size, num_iters, eps, running=None, zeroed=False) -> tuple[Tensor, Tensor]:
     """Whiten a batch, and update `running` (an `iternorm.ops.Running`, or None).
+
+    `zeroed` clears the state first: its parts have gaps between them, and an operator's outputs must not be arbitrary.
 
     Returns:
         y, and the state that `backward` needs (`views` shows what is in it).
@@ -272,7 +274,7 @@ def forward(x, weight, bias, group_size, num_iters, eps, running=None) -> tuple[
     at = plan.at
     mean, matrix, num_batches, momentum, _ = running or (None, None, None, None, None)
     stream = plan.stream(x, weight, bias, mean, matrix)
-    state = x.new_empty(at.size, dtype=torch.float32)
+    state = (x.new_zeros if zeroed else x.new_empty)(at.size, dtype=torch.float32)
     workspace = plan.workspace(x, "moments", stream)
     y = torch.empty_like(x)
     ptr = _slice if stream is None else _address
