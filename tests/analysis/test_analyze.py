@@ -155,6 +155,30 @@ def test_group_norm_and_sync_batch_norm_inputs():
     assert (layer.operation, layer.num_channels) == ("BN", 4)
 
 
+def test_any_module_can_be_named():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.BatchNorm2d(4))
+    (layer,) = analyze(model, images(side=24), layers="0", batch_sizes=(4,), positions=20).layers
+    assert (layer.kind, layer.num_channels, layer.noise) == ("Conv2d", 3, [])
+    assert len(layer.after.spectrum) == 4
+    assert [n.batch_size for n in layer.alternatives[0].noise] == [4]
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_transformer_encoder(mode):
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    result = analyze(model, [torch.randn(16, 5, 8) for _ in range(3)], batch_sizes=(4,), mode=mode)
+    assert [(layer.name, layer.num_channels, layer.num_positions) for layer in result.layers] == [
+        ("norm1", 8, 5),
+        ("norm2", 8, 5),
+    ]
+
+
+def test_a_layer_that_is_called_twice_sees_both():
+    norm = nn.BatchNorm1d(4)
+    (layer,) = analyze(nn.Sequential(norm, nn.ReLU(), norm), [torch.randn(16, 4)], batch_sizes=(4,)).layers
+    assert layer.num_examples == 32
+
+
 def test_noise_of_own_operation_and_alternatives_is_snd_of_the_inputs():
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     batches = [torch.randn(50, 6) for _ in range(3)]
@@ -354,6 +378,10 @@ class TestBadInput:
         with pytest.raises(ValueError, match="layer '0' holds NaN") as raised:
             analyze(model, [batch], batch_sizes=())
         assert raised.value.__cause__ is not None
+
+    def test_one_draw(self):
+        with pytest.raises(ValueError, match="draws is 1"):
+            analyze(network(), images(), draws=1)
 
     def test_unknown_mode(self):
         with pytest.raises(ValueError, match="mode is 'test'"):

@@ -52,7 +52,8 @@ class LayerProbe:
         self.after: Moments | None = None
         self.running = _running_statistics(layer)
         self._random = random.Random(seed)
-        self._grid: tuple[slice, ...] = ()
+        # The shape of an example's positions, and the slices of it that are measured.
+        self._grid: tuple[torch.Size, tuple[slice, ...]] = (torch.Size(), ())
         # The last input and its moments, of a channelwise layer, until its output is seen.
         self._last: tuple[Tensor, Moments] | None = None
 
@@ -61,7 +62,7 @@ class LayerProbe:
         x = self._channels_first(x)
         self.num_examples += x.shape[0]
         self.num_positions = x[0, 0].numel()
-        self._grid = self._choose_grid(x.shape[2:])
+        self._grid = x.shape[2:], self._choose_grid(x.shape[2:])
         rows = self._rows(x)
         if type(self.layer) in CHANNELWISE:
             self._last = rows, update_moments(None, rows)
@@ -74,7 +75,7 @@ class LayerProbe:
         return x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()
 
     def see_output(self, y: Tensor) -> None:
-        """Take in the output of the call whose input was last seen, at the same positions."""
+        """Take in the output of the call whose input was last seen, at the same positions where they are the same."""
         rows = self._rows(self._channels_first(y))
         if self._last is None:
             self.after = update_moments(self.after, rows)
@@ -109,7 +110,11 @@ class LayerProbe:
         return tuple(slice(self._random.randrange(min(stride, size)), None, stride) for size in shape)
 
     def _rows(self, x: Tensor) -> Tensor:
-        rows = samples_by_channels(x[(slice(None), slice(None), *self._grid)])
+        shape, grid = self._grid
+        # A module that is no normalization may change the shape.
+        if x.shape[2:] != shape:
+            grid = self._choose_grid(x.shape[2:])
+        rows = samples_by_channels(x[(slice(None), slice(None), *grid)])
         return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
