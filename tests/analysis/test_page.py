@@ -96,7 +96,7 @@ class TestPlots:
         path = next(element.get("d") for element in tree.iter() if element.get("stroke-width") == "1.6")
         assert path.count("M") == 2
         assert path.count("L") == 1
-        coordinates = [float(value) for value in re.findall(r"[\d.]+", path)]
+        coordinates = [float(value) for value in re.findall(r"[\d.]+", path.replace("h0", ""))]
         # Decades are evenly spaced: the middle of three lies in the middle.
         top, middle, bottom = coordinates[5], coordinates[3], coordinates[1]
         assert middle == pytest.approx((top + bottom) / 2, abs=0.1)
