@@ -1,8 +1,11 @@
 """The GPU's benchmark without a GPU: which rivals run where, the bookkeeping, the targets, the tables."""
 
 import json
+import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -237,6 +240,115 @@ def test_the_reason_is_one_line_and_names_the_error():
 def test_workspaces_that_the_measurement_drops_exist_under_their_name():
     launch = pytest.importorskip("iternorm.kernels.launch", reason="triton is not installed")
     assert isinstance(launch._workspaces, dict)
+
+
+class FakeCuda:
+    """Stands in for `torch.cuda`: a clock that every replay and copy moves by 6 ms, and a log of what was called."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.clock, self.allocated, self.peak = [], 0.0, 500, 0
+        outer = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.time = outer.clock
+
+            def synchronize(self):
+                outer.log.append("wait")
+
+            def elapsed_time(self, end):
+                return end.time - self.time
+
+        class Stream:
+            def __init__(self, device=None):
+                pass
+
+            def wait_stream(self, other):
+                outer.log.append("wait_stream")
+
+        class Graph:
+            def replay(self):
+                outer.log.append("replay")
+                outer.clock += 6.0
+
+        @contextmanager
+        def section(name, *_):
+            outer.log.append(f"{name} begins")
+            yield
+            outer.log.append(f"{name} ends")
+
+        def allocate(device):
+            return self.allocated
+
+        for name, value in {
+            "Event": Event,
+            "Stream": Stream,
+            "CUDAGraph": Graph,
+            "current_stream": Stream,
+            "stream": partial(section, "stream"),
+            "graph": partial(section, "graph"),
+            "synchronize": lambda device: None,
+            "memory_allocated": allocate,
+            "max_memory_allocated": lambda device: self.peak,
+            "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.allocated),
+            "empty_cache": lambda: self.log.append("empty_cache"),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: self.log.append("cublas"), raising=False)
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    return FakeCuda(monkeypatch)
+
+
+def test_a_capture_warms_up_on_a_side_stream_and_records_the_steps(fake_cuda):
+    graph = timing.Gpu("cpu").capture(lambda: fake_cuda.log.append("step"), 4)
+    assert isinstance(graph, torch.cuda.CUDAGraph)
+    warm_up = ["wait_stream", "stream begins", *["step"] * 3, "stream ends", "wait_stream"]
+    assert fake_cuda.log == [*warm_up, "graph begins", *["step"] * 4, "graph ends"]
+
+
+def test_a_replay_is_timed_after_an_untimed_one(fake_cuda):
+    gpu = timing.Gpu("cpu")
+    assert gpu.replay_ms(torch.cuda.CUDAGraph(), 3) == 2.0
+    assert fake_cuda.log == ["replay", "replay", "wait"]
+    gpu.warm_up(torch.cuda.CUDAGraph(), 5)
+    assert fake_cuda.log.count("replay") == 7
+
+
+def test_eager_time_is_that_of_one_step(fake_cuda, monkeypatch):
+    clock = iter([10.0, 10.5])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    steps = []
+    assert timing.Gpu("cpu").eager_ms(lambda: steps.append(1), 5) == pytest.approx(100.0)
+    assert len(steps) == 5
+
+
+def test_peak_memory_counts_workspaces_and_subtracts_what_was_there(fake_cuda, monkeypatch):
+    launch = SimpleNamespace(_workspaces={"kept": torch.zeros(1)})
+    monkeypatch.setitem(sys.modules, "iternorm.kernels.launch", launch)
+
+    def step():
+        assert not launch._workspaces
+        assert fake_cuda.log == ["cublas", "empty_cache"]
+        fake_cuda.peak = fake_cuda.allocated + 70
+
+    assert timing.Gpu("cpu").peak_bytes(step) == 70
+    fake_cuda.log.clear()
+    assert timing.Gpu("cpu").peak_bytes(step, base=100) == 470
+
+
+def test_copy_bandwidth_counts_bytes_read_and_written(fake_cuda, monkeypatch):
+    def copy(self, source):
+        fake_cuda.clock += 0.5
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    assert timing.Gpu("cpu").copy_gb_per_s(10**6, rounds=3) == pytest.approx(2 * 10**6 / 0.5e-3 / 1e9)
 
 
 def tiny_vgg(num_classes, norm):

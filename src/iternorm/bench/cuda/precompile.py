@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,8 @@ from .timing import matmul_precision, reason
 
 # A kernel of ours is the same for every batch; one of torch.compile is made for the very shape.
 SMALL_BATCH = 4
+# After so many seconds the contest begins with what there is.
+PATIENCE = 150
 
 
 class Job(NamedTuple):
@@ -59,16 +60,16 @@ def compile_all(jobs: Sequence[Job], device: str = "cuda", processes: int | None
     summary = {"processes": max(processes, 0), "jobs": len(jobs), "failed": []}
     if processes >= 2:
         context = multiprocessing.get_context("spawn")
-        try:
-            with ProcessPoolExecutor(processes, mp_context=context, initializer=_be_modest) as pool:
-                futures = {pool.submit(first_step, job, device): job for job in jobs}
-                for future in as_completed(futures):
-                    if (error := future.exception()) is not None:
-                        job = futures[future]
-                        where = f"{job.name or 'VGG'} {job.shape} {job.dtype} {job.layout}"
-                        summary["failed"].append(f"{where}: {reason(error)}")
-        except Exception as error:
-            summary["failed"].append(reason(error))
+        with context.Pool(processes, initializer=_be_modest) as pool:
+            answers = [(job, pool.apply_async(_attempt, (job, device))) for job in jobs]
+            for job, answer in answers:
+                try:
+                    error = answer.get(max(0.0, start + PATIENCE - time.perf_counter()))
+                except multiprocessing.TimeoutError:
+                    error = f"not ready after {PATIENCE} s"
+                if error is not None:
+                    where = f"{job.name or 'VGG'} {job.shape} {job.dtype} {job.layout}"
+                    summary["failed"].append(f"{where}: {error}")
     return {**summary, "seconds": time.perf_counter() - start}
 
 
@@ -76,6 +77,15 @@ def _be_modest() -> None:
     """Many of these run side by side: no compiler of theirs starts more."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)
+
+
+def _attempt(job: Job, device: str) -> str | None:
+    """Why the first step of a job failed, in words: not every compiler's error can travel between processes."""
+    try:
+        first_step(job, device)
+    except Exception as error:
+        return reason(error)
+    return None
 
 
 def first_step(job: Job, device: str) -> None:
