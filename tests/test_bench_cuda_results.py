@@ -75,10 +75,23 @@ def test_the_stem_is_judged_in_its_best_layout_against_the_best_batch_norm():
     assert against["met"] is False
 
 
+def test_exact_fp32_is_judged_in_its_worse_layout():
+    result = synthetic()
+    row_in(result, STEM, "float32", "IterNorm T=5 d=64 exact", "NHWC")["graph_ms"] = 2.0
+    found = {t["target"]: t for t in targets.evaluate(result)}
+    assert found["256x64x112x112, exact fp32 / TF32 allowed, worse layout"]["measured"] == 2.0
+
+
 def test_a_target_without_figures_is_not_met():
     found = targets.evaluate({"cases": [], "training": []})
     assert len(found) == len(targets.evaluate(synthetic()))
     assert all(target["measured"] is target["met"] is None for target in found)
+
+
+def test_a_quick_run_has_few_rounds(monkeypatch):
+    monkeypatch.setattr(cuda, "run_setting", lambda setting, norms, gpu, rounds: {"dtype": "", "networks": []})
+    found = cuda.run(rounds=15, quick=True, shapes=[TINY], rivals=tiny_rivals, gpu=FakeGpu())
+    assert len(found["cases"][0]["rivals"][0]["graph_samples_ms"]) == found["settings"]["rounds"] == 5
 
 
 @pytest.fixture(scope="module")

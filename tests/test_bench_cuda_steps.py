@@ -95,10 +95,16 @@ def test_a_training_step_of_every_normalization(setting, small_batch):
     assert (rows["DBN d=16"]["paper_s"], rows["IterNorm full"]["paper_s"]) == (1.366, 0.343)
 
 
-def test_a_training_step_learns_and_keeps_parameters_in_fp32(small_batch):
+def test_a_training_step_learns_in_its_precision_and_layout(small_batch):
     for setting in training.SETTINGS:
         step = training.TrainingStep(nn.BatchNorm2d, setting, torch.device("cpu"), tiny_vgg)
-        losses = [step().item() for _ in range(12)]
+        outputs = []
+        handle = step.model.features[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+        losses = [step().item()]
+        handle.remove()
+        assert outputs[0].dtype == setting.dtype
+        assert outputs[0].is_contiguous(memory_format=torch.channels_last) == (setting.layout == "NHWC")
+        losses += [step().item() for _ in range(11)]
         assert losses[-1] < losses[0]
         assert all(p.dtype == torch.float32 for p in step.model.parameters())
 
