@@ -227,7 +227,7 @@ def _fused_forward_op(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, num_iters: int, eps: float
 ) -> tuple[Tensor, Tensor]:
     with _on_device(x):
-        return kernels().forward(x, weight, bias, group_size, num_iters, eps)
+        return kernels().forward(x, weight, bias, group_size, num_iters, eps, zeroed=True)
 
 
 @_fused_forward_op.register_fake
