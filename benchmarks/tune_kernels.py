@@ -1,4 +1,4 @@
-"""Time every tile choice of the kernels on this GPU: what `iternorm.kernels.launch.tiles_for` was chosen from.
+"""Time every tile choice of the kernels on this GPU: what `iternorm.kernels.plans.tiles_for` was chosen from.
 
     PYTHONPATH=src python benchmarks/tune_kernels.py --out tune.json
 
@@ -12,11 +12,12 @@ import json
 import multiprocessing
 import os
 import sys
+from typing import Any
 
 import torch
 
-from iternorm.kernels import launch
-from iternorm.kernels.plan import Tiles
+from iternorm.kernels import plan as plans
+from iternorm.kernels.shapes import Tiles
 
 SHAPES = {
     "stem": (256, 64, 112, 112),
@@ -42,7 +43,7 @@ def prepare(shape, mode, rows):
     workspace = torch.empty(count * 1024 * 64 * 66, device="cuda")
 
     def call(kernel):
-        plan = launch.plan_for(x, vector, vector, 64, 5, None)
+        plan = plans.plan_for(x, vector, vector, 64, 5, None)
         stream = plan.stream(x)
         activation, gradient, result, v = x.data_ptr(), grad.data_ptr(), out.data_ptr(), vector.data_ptr()
         partial, reduced = workspace.data_ptr(), matrix.data_ptr()
@@ -61,8 +62,8 @@ def prepare(shape, mode, rows):
 
 
 def use(tiles):
-    launch.tiles_for = lambda *_: tiles
-    launch._plans.clear()
+    plans.tiles_for = lambda *_: tiles
+    plans._plans.clear()
 
 
 def graph_time(call, repeats=10, replays=5):
@@ -86,7 +87,7 @@ def graph_time(call, repeats=10, replays=5):
 def compile_share(arguments):
     share, shares, modes = arguments
     os.environ["CUDA_MODULE_LOADING"] = "LAZY"
-    jobs = list(itertools.product(modes, (False, True), KERNELS, BLOCKS, STAGES))
+    jobs: list[Any] = list(itertools.product(modes, (False, True), KERNELS, BLOCKS, STAGES))
     for index, (mode, rows, kernel, (block, warps), stages) in enumerate(jobs):
         if index % shares != share:
             continue
@@ -119,7 +120,7 @@ def main():
                 except Exception as error:
                     print(f"{mode} {kernel} {block} {warps} {stages}: {error}"[:200], file=sys.stderr)
             found.sort()
-            where = {"mode": mode, "rows": rows, "shape": name, "kernel": kernel}
+            where: dict[str, Any] = {"mode": mode, "rows": rows, "shape": name, "kernel": kernel}
             results += [{**where, "us": t, "tiles": rest} for t, *rest in found]
             best = "  ".join(f"{t:.1f}us {rest}" for t, *rest in found[:3])
             print(f"{mode} {'NHWC' if rows else 'NCHW'} {name} {kernel}: {best}", flush=True)

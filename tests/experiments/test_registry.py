@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from iternorm.analysis.report import write_text_atomically
-from iternorm.experiments import registry, results
+from iternorm.experiments import registry, results, tableA1
 from iternorm.experiments.registry import Experiment
 
 
@@ -194,6 +194,27 @@ def test_table_a1_has_the_papers_layers(tmp_path):
     assert paper["conv3x3"] == 5.65
     assert paper["IterNorm T=5 d=64"] == 7.40
     assert all(row["median_ms"] > 0 for row in result.rows)
+
+
+def test_table_a1_takes_eager_calls_of_the_gpus_benchmark():
+    def rival(name, layout, milliseconds, ratio):
+        samples = [milliseconds - 0.1, milliseconds, milliseconds + 0.2]
+        timing = {"eager_ms": milliseconds, "eager_samples_ms": samples if milliseconds else []}
+        return {"name": name, "layout": layout, "eager_ratio_to_convolution": ratio, **timing}
+
+    rivals = [rival("conv3x3", "NCHW", 2.0, 1.0), rival("conv3x3", "NHWC", 1.0, 1.0)]
+    rivals += [rival("IterNorm T=5 d=64", "NCHW", 1.0, 0.5), rival("DBN d=16", "NCHW", 8.0, 4.0)]
+    rows = tableA1.cuda_rows({"shape": [64, 64, 32, 32], "failed": None, "rivals": rivals})
+    assert [(row["name"], row["median_ms"], row["ratio_to_convolution"], row["paper_ms"]) for row in rows] == [
+        ("conv3x3", 2.0, 1.0, 5.65),
+        ("IterNorm T=5 d=64", 1.0, 0.5, 7.40),
+        ("DBN d=16", 8.0, 4.0, 15.92),
+    ]
+    # Groups of 64 of 128 channels are not what the paper timed.
+    rows = tableA1.cuda_rows({"shape": [64, 128, 32, 32], "failed": None, "rivals": rivals})
+    assert [row["paper_ms"] for row in rows] == [13.62, None, 35.02]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        tableA1.cuda_rows({"shape": [64, 64, 32, 32], "failed": "out of memory", "rivals": []})
 
 
 def test_atomic_write_is_what_results_use(tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ def activation(shape, dtype, last=False, mean=0.0):
     mixing = torch.eye(channels, device="cuda", dtype=torch.float64)
     mixing += 0.5 * torch.randn_like(mixing) / channels**0.5
     x = torch.einsum("ij,nj...->ni...", mixing, torch.randn(shape, device="cuda", dtype=torch.float64))
-    x = (x + mean + torch.randn(channels, device="cuda").view(1, -1, *(1,) * (len(shape) - 2))).to(dtype)
+    x = (x + mean + torch.randn(channels, device="cuda").view(1, -1, *(1,) * (len(shape) - 2))).to(dtype).contiguous()
     if last:
         x = x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
     return x
@@ -85,7 +85,8 @@ def test_output_and_gradients_against_fp64(name, shape, group_size, last, precis
     dtype, setting, budget = BUDGETS[name]
     precision(setting)
     x = activation(shape, dtype, last)
-    for num_iters in (0, 1, 5):
+    # Other numbers of steps are other kernels to compile: two shapes will do.
+    for num_iters in (0, 1, 5) if shape[1] in (80, 128) else (5,):
         found = errors(layer_for(shape, group_size=group_size, num_iters=num_iters), x, torch.randn_like(x))
         assert max(found) < budget, (num_iters, found)
 
@@ -158,6 +159,7 @@ def test_two_runs_give_the_same_bits():
             assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_auto_chooses_the_kernels():
     x = activation((8, 64, 8, 8), torch.float32)
     layer = layer_for(x.shape, impl="auto")
@@ -214,6 +216,7 @@ def test_a_cuda_graph_replays_training_steps():
         assert torch.equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_synchronization_in_a_step():
     layer = layer_for((16, 128, 16, 16), momentum=None)
     x = activation((16, 128, 16, 16), torch.float32).requires_grad_()

@@ -11,7 +11,7 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
 from iternorm import ops
-from iternorm.kernels import launch, plan
+from iternorm.kernels import plan, shapes
 
 # Shape, group size, number of steps, channels_last.
 CASES = [
@@ -178,23 +178,23 @@ def test_the_operators_keep_their_contracts():
 
 def test_a_plan_is_made_once_and_depends_on_all_it_must():
     x = correlated(4, 12, 3, 3, dtype=torch.float32)
-    first = launch.plan_for(x, None, None, 8, 3, None)
-    assert launch.plan_for(x.clone(), None, None, 8, 3, None) is first
+    first = plan.plan_for(x, None, None, 8, 3, None)
+    assert plan.plan_for(x.clone(), None, None, 8, 3, None) is first
     for other in (
-        launch.plan_for(x[:3], None, None, 8, 3, None),
-        launch.plan_for(channels_last(x), None, None, 8, 3, None),
-        launch.plan_for(x, torch.ones(12), None, 8, 3, None),
-        launch.plan_for(x, None, None, 4, 3, None),
-        launch.plan_for(x, None, None, 8, 4, None),
+        plan.plan_for(x[:3], None, None, 8, 3, None),
+        plan.plan_for(channels_last(x), None, None, 8, 3, None),
+        plan.plan_for(x, torch.ones(12), None, 8, 3, None),
+        plan.plan_for(x, None, None, 4, 3, None),
+        plan.plan_for(x, None, None, 8, 4, None),
     ):
         assert other is not first
 
 
 @pytest.mark.parametrize(("samples", "num_groups"), [(1, 1), (100, 3), (65536, 1), (65536, 8), (3211264, 1), (999, 40)])
 def test_programs_cover_all_tiles_and_none_is_empty(samples, num_groups):
-    shape = plan.Shape(samples, 64 * num_groups, 1, True, 64, 64, num_groups, False, True)
-    tiles = plan.Tiles(64, 4, 3, 2)
-    count, each = plan.programs(shape, tiles, 132)
+    shape = shapes.Shape(samples, 64 * num_groups, 1, True, 64, 64, num_groups, False, True)
+    tiles = shapes.Tiles(64, 4, 3, 2)
+    count, each = shapes.programs(shape, tiles, 132)
     total = -(-samples // tiles.block)
     assert (count - 1) * each < total <= count * each
     assert count * num_groups <= max(132 * tiles.per_sm, num_groups)

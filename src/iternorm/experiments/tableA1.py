@@ -10,8 +10,11 @@ Departures: today's machine and libraries, so ratios within one run are what com
 (the paper: means of 100 runs). The timing is that of `iternorm bench`; see its method in benchmarks/README.md.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from iternorm import bench
 
@@ -32,6 +35,10 @@ def jobs(smoke: bool, device: str) -> list[Config]:
 
 def run(config: Config, device: str, step: Callable[[int, int], None]) -> list[Row]:
     """One row for each layer that is timed."""
+    return _run_cuda(config, step) if config["device"] == "cuda" else _run_cpu(config, step)
+
+
+def _run_cpu(config: Config, step: Callable[[int, int], None]) -> list[Row]:
     cases = [bench.Case(tuple(config["shape"]))]
     total = bench.count_timings(cases, rounds=config["rounds"])
     done = 0
@@ -41,8 +48,47 @@ def run(config: Config, device: str, step: Callable[[int, int], None]) -> list[R
         done += 1
         step(done, total)
 
-    (case,) = bench.run(cases, device=config["device"], rounds=config["rounds"], progress=timed)["cases"]
+    (case,) = bench.run(cases, rounds=config["rounds"], progress=timed)["cases"]
     return [{column: rival[column] for column in _COLUMNS} for rival in case["rivals"]]
+
+
+def _run_cuda(config: Config, step: Callable[[int, int], None]) -> list[Row]:
+    from iternorm.bench.cuda.cases import rivals_for
+    from iternorm.bench.cuda.contest import run_case
+    from iternorm.bench.cuda.timing import Gpu, matmul_precision
+
+    gpu = Gpu()
+    shape = tuple(config["shape"])
+    with matmul_precision("high"):
+        rivals = rivals_for(shape, torch.float32)
+        case = run_case(shape, torch.float32, rivals, gpu, gpu.copy_gb_per_s(), config["rounds"])
+    step(1, 1)
+    return cuda_rows(case)
+
+
+def cuda_rows(case: Mapping[str, Any]) -> list[Row]:
+    """The rows of a case of the GPU's benchmark: eager calls on NCHW, which is how the paper ran."""
+    if case["failed"] is not None:
+        raise RuntimeError(f"{case['shape']} could not be timed: {case['failed']}")
+    channels = case["shape"][1]
+    rows = []
+    for rival in case["rivals"]:
+        if rival["layout"] != "NCHW" or rival["eager_ms"] is None:
+            continue
+        paper = bench.PAPER_MS.get(_paper_name(rival["name"], channels), {}).get(channels)
+        samples = rival["eager_samples_ms"]
+        values = (rival["name"], rival["eager_ms"], min(samples), max(samples), rival["eager_ratio_to_convolution"])
+        convolution = bench.PAPER_MS["cudnn convolution"].get(channels)
+        ratio = paper / convolution if paper is not None and convolution is not None else None
+        rows.append(dict(zip(_COLUMNS, (*values, paper, ratio), strict=True)))
+    return rows
+
+
+def _paper_name(name: str, channels: int) -> str:
+    """The paper's row for the same thing; its IterNorm whitens all channels together."""
+    if found := re.fullmatch(rf"IterNorm T=(\d) d={channels}", name):
+        return f"IterNorm, T={found[1]}"
+    return {"conv3x3": "cudnn convolution", "DBN d=16": "DBN"}.get(name, "")
 
 
 def plot(results: Sequence[Result]) -> "Figure":
@@ -57,7 +103,14 @@ def plot(results: Sequence[Result]) -> "Figure":
         axes.barh(heights, ratios, color="#0072b2", height=0.6, label="measured")
         paper = [(row["paper_ratio_to_convolution"], height) for row, height in zip(result.rows, heights, strict=True)]
         known = [point for point in paper if point[0] is not None]
-        axes.scatter(*zip(*known, strict=True), color="#d55e00", zorder=3, s=25, label="the paper (TITAN Xp, 2019)")
+        axes.scatter(
+            [x for x, _ in known],
+            [y for _, y in known],
+            color="#d55e00",
+            zorder=3,
+            s=25,
+            label="the paper (TITAN Xp, 2019)",
+        )
         for height, row in zip(heights, result.rows, strict=True):
             axes.text(row["ratio_to_convolution"], height, f" {row['median_ms']:.3g} ms", va="center", fontsize=7)
         axes.set_yticks(heights, names, fontsize=8)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from iternorm.kernels.plan import INTERPRETED
+from iternorm.kernels.shapes import INTERPRETED
 
 
 class Launch:

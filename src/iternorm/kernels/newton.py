@@ -33,7 +33,8 @@ def all_finite(mean_ptr, variance_ptr, C):
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    return tl.dot(a, b, input_precision=PRECISION)
+    """a b for a symmetric b. Tensor cores read a TF32 right operand by columns: given bᵀ it need not be turned."""
+    return tl.dot(a, tl.trans(b), input_precision=PRECISION)
 
 
 @triton.jit
@@ -170,8 +171,8 @@ def newton_backward(
             iterate = tl.load(saved + (T + k - 2) * BD * BD)
             following = tl.load(saved + (k - 1) * BD * BD)
             shared = product(d_residual, residual, PRECISION)
-            half = 2.25 * d_residual - 3.0 * shared + 0.25 * product(residual, shared, PRECISION)
-            half += 0.5 * product(shared, residual, PRECISION)
+            half = 2.25 * d_residual - 3.0 * shared + 0.5 * product(shared, residual, PRECISION)
+            half += 0.25 * tl.dot(residual, shared, input_precision=PRECISION)
             d_residual = 0.5 * (half + tl.trans(half))
             residual = following
             mixed = product(d_iterate, residual, PRECISION) + product(iterate, d_residual, PRECISION)
