@@ -16,6 +16,8 @@ from iternorm.groups import Part, pad, parts
 # L3, tiles of an eighth of a 64x64x32x32 activation cost what one product over the whole costs; smaller ones cost more.
 _TILE = 1 << 20
 _TILES = 8
+# On a GPU every tile costs several launches, and the caches are no reason for small ones: tiles of up to 256 MB of fp32.
+_DEVICE_TILE = 1 << 26
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -154,10 +156,11 @@ class _Planes:
         if not copied and merged and view.dtype == compute_dtype(view.dtype):
             # No workspace but one d by d matrix for each sample and group: at most a sixteenth
             # of it, or 1 MB of fp32 where that is more.
-            matrices = max(view.numel() // 16, _TILE // 4) // (count * size * size)
+            least = _TILE // 4 if view.device.type == "cpu" else _DEVICE_TILE
+            matrices = max(view.numel() // 16, least) // (count * size * size)
             samples, positions = max(1, min(batch, matrices)), length
         else:
-            samples, positions = _tile_shape(view.numel(), batch, length)
+            samples, positions = _tile_shape(view, batch, length)
         return ((n, s) for n in _slices(batch, samples) for s in _slices(length, positions))
 
     @staticmethod
@@ -242,7 +245,7 @@ class _Rows:
     def tiles(self, view: Tensor, copied: bool) -> Iterator[tuple[slice, slice]]:
         if not copied and self.part.count == 1 and view.is_contiguous() and view.dtype == compute_dtype(view.dtype):
             return iter([(slice(0, view.shape[1]), slice(0, view.shape[2]))])
-        samples, positions = _tile_shape(view.numel(), view.shape[1], view.shape[2])
+        samples, positions = _tile_shape(view, view.shape[1], view.shape[2])
         return ((n, s) for n in _slices(view.shape[1], samples) for s in _slices(view.shape[2], positions))
 
     @staticmethod
@@ -301,9 +304,13 @@ def _pieces(rows: Tensor) -> Tensor:
     return rows.contiguous().unflatten(1, (pieces, rows.shape[1] // pieces))
 
 
-def _tile_shape(numel: int, batch: int, length: int) -> tuple[int, int]:
+def _tile_shape(view: Tensor, batch: int, length: int) -> tuple[int, int]:
     """Samples and positions of a tile: an eighth of the activation, at most `_TILE` elements where that is possible."""
-    tiles = min(max(_TILES, -(-numel // _TILE)), max(1, numel // (_TILE // 16)))
+    numel = view.numel()
+    if view.device.type == "cpu":
+        tiles = min(max(_TILES, -(-numel // _TILE)), max(1, numel // (_TILE // 16)))
+    else:
+        tiles = max(1, -(-numel // _DEVICE_TILE))
     samples = max(1, batch // tiles)
     positions = length if batch >= tiles else max(1, -(-length * batch // tiles))
     return samples, positions
