@@ -173,8 +173,8 @@ class _Planes:
         return view.shape[0] * view.shape[3]
 
     def glance(self, view: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance of the first sample's positions, ``[G, d]``."""
-        block = self.load(view, (slice(0, 1), slice(0, view.shape[3])), None)
+        """Mean and variance of the first sample's first 256 positions, ``[G, d]``."""
+        block = self.load(view, (slice(0, 1), slice(0, min(view.shape[3], 256))), None)
         variance, mean = torch.var_mean(block, (0, 3), correction=0)
         return mean, variance
 
