@@ -1,6 +1,8 @@
 """Whitening normalization for PyTorch: the one list of public names."""
 
 from iternorm import functional, reference, solvers
+from iternorm.convert import ConversionReport, convert_batchnorm, convert_to_batchnorm
+from iternorm.features import DecorrelatedLinear, decorrelate_features
 from iternorm.modules import (
     DecorrelatedBatchNorm1d,
     DecorrelatedBatchNorm2d,
@@ -9,16 +11,24 @@ from iternorm.modules import (
     IterNorm2d,
     IterNorm3d,
 )
+from iternorm.sync import SyncIterNorm, convert_sync_iternorm
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ConversionReport",
     "DecorrelatedBatchNorm1d",
     "DecorrelatedBatchNorm2d",
     "DecorrelatedBatchNorm3d",
+    "DecorrelatedLinear",
     "IterNorm1d",
     "IterNorm2d",
     "IterNorm3d",
+    "SyncIterNorm",
+    "convert_batchnorm",
+    "convert_sync_iternorm",
+    "convert_to_batchnorm",
+    "decorrelate_features",
     "functional",
     "reference",
     "solvers",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from iternorm import groups, ops, plain, reference
+from iternorm import collective, groups, ops, plain, reference
 
 IMPLS = ("auto", "triton", "torch", "reference")
 
@@ -131,6 +131,7 @@ def _normalize(
     solver: str,
     num_iters: int,
     impl: str,
+    process_group: collective.Group | None = None,
 ) -> Tensor:
     check_input(x)
     check_group_size(group_size)
@@ -168,7 +169,7 @@ def _normalize(
                 whitening, _ = ops.inverse_sqrt(whitening, num_features, size, solver, num_iters, eps)
         return apply(x, whitening, running_mean.to(dtype), weight, bias, size)
 
-    if x.numel() // num_features <= 1:
+    if process_group is None and x.numel() // num_features <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {list(x.shape)}; "
             "use a larger batch, or eval mode"
@@ -178,7 +179,7 @@ def _normalize(
     if impl == "reference":
         y, mean, covariance, whitening = _reference(x, weight, bias, size, solver, num_iters, eps)
     else:
-        y, mean, covariance, whitening = ops.whiten(x, weight, bias, size, solver, num_iters, eps)
+        y, mean, covariance, whitening = ops.whiten(x, weight, bias, size, solver, num_iters, eps, process_group)
     if running_mean is not None and running_matrix is not None:
         value = whitening if running_covariance is None else covariance
         _update_running(running_mean, running_matrix, num_batches_tracked, mean, value, momentum)

@@ -1,0 +1,285 @@
+"""A model with BatchNorm -> the same model with IterNorm, and back; and IterNorm before the last linear layer."""
+
+import copy
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+
+from iternorm import groups, plain, replace
+from iternorm.modules import IterNorm1d, IterNorm2d, IterNorm3d, WhiteningNorm, _Rank1d, _Rank2d, _Rank3d
+from iternorm.sync import SyncIterNorm
+
+_TO_ITERNORM: dict[type[nn.Module], type] = {
+    nn.BatchNorm1d: IterNorm1d,
+    nn.BatchNorm2d: IterNorm2d,
+    nn.BatchNorm3d: IterNorm3d,
+    nn.SyncBatchNorm: SyncIterNorm,
+}
+# What the whitening layers of a rank, IterNorm and DecorrelatedBatchNorm, have in common.
+_TO_BATCHNORM: dict[type[nn.Module], type] = {
+    _Rank1d: nn.BatchNorm1d,
+    _Rank2d: nn.BatchNorm2d,
+    _Rank3d: nn.BatchNorm3d,
+    SyncIterNorm: nn.SyncBatchNorm,
+}
+_PROBE_SHAPES = {nn.BatchNorm1d: (3, 2), nn.BatchNorm2d: (3, 2, 2), nn.BatchNorm3d: (3, 2, 2, 2)}
+
+
+@dataclass
+class ConversionReport:
+    """What a conversion did, as lists of (name, text) in the model's order; an empty name is the model itself."""
+
+    converted: list[tuple[str, str]] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        rows = [("converted", *row) for row in self.converted] + [("skipped", *row) for row in self.skipped]
+        return "\n".join(f"{kind:<9}  {name or '(the model)'}: {text}" for kind, name, text in rows)
+
+
+class _Followed:
+    """A normalization followed by the modules that the layer it came from applied, kept under their own names."""
+
+    followers: tuple[str, ...]
+    batchnorm_class: type
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
+        for name in self.followers:
+            output = getattr(self, name)(output)
+        return output
+
+
+class FollowedIterNorm1d(_Followed, IterNorm1d):
+    """IterNorm1d, then the modules of the BatchNorm subclass it replaces (an activation, say)."""
+
+
+class FollowedIterNorm2d(_Followed, IterNorm2d):
+    """IterNorm2d, then the modules of the BatchNorm subclass it replaces (an activation, say)."""
+
+
+class FollowedIterNorm3d(_Followed, IterNorm3d):
+    """IterNorm3d, then the modules of the BatchNorm subclass it replaces (an activation, say)."""
+
+
+_FOLLOWED = {IterNorm1d: FollowedIterNorm1d, IterNorm2d: FollowedIterNorm2d, IterNorm3d: FollowedIterNorm3d}
+
+
+def convert_batchnorm(
+    model: nn.Module,
+    *,
+    where: replace.Where = "all",
+    group_size: int | None = 64,
+    num_iters: int = 5,
+    running: str = "whitening",
+    impl: str = "auto",
+    report: ConversionReport | None = None,
+) -> nn.Module:
+    """Replace BatchNorm layers by the IterNorm of their rank, SyncBatchNorm by SyncIterNorm.
+
+    Parameters, buffers, dtype, device, mode, requires_grad, hooks and other attributes go over. The whitening matrix
+    starts as the diagonal of BatchNorm's 1/√(var + eps), so the converted model gives the original's output in eval.
+    As in `torch.nn.SyncBatchNorm.convert_sync_batchnorm` children are replaced in place, and the model is returned (a
+    new layer where it is itself a BatchNorm). A layer used in several places is still one layer. Nothing is changed
+    when an error is raised.
+
+    A subclass that applies its own child modules after normalizing (timm's BatchNormAct2d: `drop`, then `act`) keeps
+    them, under their names; that this is what it does is tried on a small random input. A layer that cannot be
+    converted stays as it is and is named in a warning: a lazy layer before its first batch, a parametrized one, a
+    subclass whose `forward` does something else, an eps or a momentum that IterNorm does not take.
+
+    Args:
+        model: any module.
+        where: "all"; "first", the first BatchNorm in the order of `model.named_modules()` (the paper's L1); or a
+            predicate on (name, module).
+        group_size: channels whitened together; None is all of them.
+        num_iters: the paper's T.
+        running: "whitening" or "covariance"; the second does not reproduce BatchNorm exactly in eval.
+        impl: "auto", "triton", "torch" or "reference".
+        report: filled with what was converted and what was not.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        >>> convert_batchnorm(model, group_size=4)[1]
+        IterNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, group_size=4, num_iters=5, \
+running='whitening')
+    """
+    words: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
+    # The arguments are checked by the layer, before anything is touched.
+    IterNorm1d(1, device="meta", **words)
+    report = ConversionReport() if report is None else report
+    chosen = list(replace.selected(_batchnorms(model), where, "BatchNorm"))
+    if not chosen:
+        warnings.warn("no BatchNorm layer was selected: the model is returned as it was", stacklevel=2)
+    replacements, converted, skipped = {}, [], []
+    for name, layer in chosen:
+        reason = _obstacle(layer)
+        if reason is None:
+            try:
+                new = _to_iternorm(layer, words)
+            except (TypeError, ValueError) as error:
+                reason = str(error)
+            else:
+                replacements[layer] = new
+                converted.append((name, f"{type(layer).__name__} -> {type(new).__name__}"))
+        if reason is not None:
+            skipped.append((name, f"{type(layer).__name__} {reason}"))
+    if skipped and where == "first":
+        raise ValueError(f"the first BatchNorm cannot be converted: {skipped[0][0]}: {skipped[0][1]}")
+    report.converted += converted
+    report.skipped += skipped
+    _warn_of(skipped)
+    return replace.replace_modules(model, replacements)
+
+
+def _warn_of(skipped: list[tuple[str, str]]) -> None:
+    if skipped:
+        each = "; ".join(f"{name or 'the model itself'}: {reason}" for name, reason in skipped)
+        warnings.warn(f"{len(skipped)} layer(s) were not converted and stay as they are: {each}", stacklevel=3)
+
+
+def _batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm)
+        or (isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in getattr(layer, "original_name", ""))
+    ]
+
+
+def _obstacle(layer: Any) -> str | None:
+    """Why a layer cannot be converted, in words that follow its class; None where it can."""
+    if isinstance(layer, torch.jit.ScriptModule):
+        return "is compiled by TorchScript; convert the model before scripting it"
+    if isinstance(layer, LazyModuleMixin):
+        return "has not seen a batch, so its number of channels is not known; run one batch first"
+    if "forward" in vars(layer):
+        return "has a forward of its own set on the instance; replace it by hand"
+    if parametrize.is_parametrized(layer):
+        return "is parametrized; remove the parametrization first (torch.nn.utils.parametrize)"
+    base = _base(layer)
+    if base is None:
+        return "is derived from _BatchNorm directly, so the rank of its input is not known; replace it by hand"
+    if type(layer).forward is not base.forward and not _applies_children(layer, base):
+        return "has a forward of its own, which is not a BatchNorm followed by its child modules; replace it by hand"
+    return None
+
+
+def _base(layer: nn.Module) -> Any:
+    return next((base for base in _TO_ITERNORM if isinstance(layer, base)), None)
+
+
+def _applies_children(layer: Any, base: Any) -> bool:
+    """Whether a layer is its base class and then its children in order: tried on a copy, in eval and in training."""
+    if base not in _PROBE_SHAPES or layer.running_mean is not None and layer.running_mean.is_meta:
+        return False
+    probe = copy.deepcopy(layer)
+    # Hooks may change the output, and are no part of what the class does.
+    probe._forward_hooks.clear()
+    probe._forward_pre_hooks.clear()
+    reference = copy.deepcopy(probe)
+    like = next((t for t in (layer.weight, layer.running_mean) if t is not None), torch.empty(0))
+    devices = [like.device] if like.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad():
+        shape = _PROBE_SHAPES[base]
+        x = torch.randn(shape[0], layer.num_features, *shape[1:], dtype=like.dtype, device=like.device)
+        for mode in (False, True):
+            results = []
+            for module, own in ((probe, True), (reference, False)):
+                module.train(mode)
+                torch.manual_seed(0)
+                try:
+                    y = module(x.clone()) if own else base.forward(module, x.clone())
+                    for child in () if own else module.children():
+                        y = child(y)
+                except Exception:
+                    # What else it may need is not known here: it is none of the layers that can be converted.
+                    return False
+                results.append(y)
+            if not isinstance(results[0], Tensor) or not torch.equal(*results):
+                return False
+    return True
+
+
+def _to_iternorm(layer: Any, words: dict[str, Any]) -> nn.Module:
+    base = _base(layer)
+    target = _TO_ITERNORM[base]
+    follows = type(layer).forward is not base.forward
+    target = _FOLLOWED[target] if follows else target
+    tracked = layer.running_mean is not None
+    args: list[Any] = [layer.num_features, layer.eps, layer.momentum, layer.affine, tracked]
+    new = target(*args, *([layer.process_group] if base is nn.SyncBatchNorm else []), device="meta", **words)
+    variance = layer.running_var
+    replace.carry(layer, new, without=("running_var", "process_group"))
+    new.track_running_stats = layer.track_running_stats
+    if tracked:
+        matrix = new._diagonal_from_variance(variance.to(plain.compute_dtype(variance.dtype)))
+        new._buffers[f"running_{new.running}"] = matrix.to(variance.dtype)
+        if new.num_batches_tracked is None or new.num_batches_tracked.is_meta:
+            new.num_batches_tracked = torch.tensor(0, device=variance.device)
+    if follows:
+        new.followers = tuple(layer._modules)
+        new.batchnorm_class = type(layer)
+    return new
+
+
+def convert_to_batchnorm(model: nn.Module, *, report: ConversionReport | None = None) -> nn.Module:
+    """Replace whitening layers by BatchNorm layers with the diagonal of their whitening matrix: the way back.
+
+    A layer that `convert_batchnorm` made and that was not trained since becomes the BatchNorm it was. What whitening
+    has learned between channels is lost: fine-tune afterwards, or at least `recalibrate`. In place, as
+    `convert_batchnorm`. A layer whose diagonal is no scale (``solver="pca"`` with averaged whitening matrices) stays,
+    with a warning that names it.
+    """
+    report = ConversionReport() if report is None else report
+    replacements, skipped = {}, []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, WhiteningNorm):
+            continue
+        reason = _diagonal_obstacle(layer)
+        if reason is None:
+            new = _to_batchnorm(layer)
+            replacements[layer] = new
+            report.converted.append((name, f"{type(layer).__name__} -> {type(new).__name__}"))
+        else:
+            skipped.append((name, f"{type(layer).__name__} {reason}"))
+    report.skipped += skipped
+    _warn_of(skipped)
+    return replace.replace_modules(model, replacements)
+
+
+def _diagonal_obstacle(layer: WhiteningNorm) -> str | None:
+    if layer.running_whitening is None:
+        return None
+    if layer.solver == "pca":
+        return "averages whitening matrices along principal axes, whose diagonal is no scale of channels"
+    diagonal = groups.unpad_vector(layer.running_whitening.diagonal(dim1=-2, dim2=-1), layer.num_features)
+    return None if bool((diagonal > 0).all()) else "has a whitening matrix whose diagonal is not positive"
+
+
+def _to_batchnorm(layer: Any) -> nn.Module:
+    base = next(target for kind, target in _TO_BATCHNORM.items() if isinstance(layer, kind))
+    tracked = layer.running_mean is not None
+    args: list[Any] = [layer.num_features, layer.eps, layer.momentum, layer.affine, tracked]
+    new: Any = base(*args, *([layer.process_group] if base is nn.SyncBatchNorm else []), device="meta")
+    if isinstance(layer, _Followed):
+        new.__class__ = layer.batchnorm_class
+    whitening_words = ("group_size", "num_iters", "running", "impl", "solver", "followers", "batchnorm_class")
+    matrices = ("running_whitening", "running_covariance")
+    replace.carry(layer, new, without=(*whitening_words, *matrices, "process_group", "_agreed"))
+    new.track_running_stats = layer.track_running_stats
+    if tracked:
+        matrix = layer.running_matrix
+        diagonal = groups.unpad_vector(matrix.diagonal(dim1=-2, dim2=-1), layer.num_features)
+        if layer.running == "whitening":
+            # 1/√(var + eps) is the diagonal; a variance below eps may come out below zero by rounding.
+            scale = diagonal.to(plain.compute_dtype(diagonal.dtype))
+            diagonal = (scale**-2 - layer.eps).clamp(min=0).to(matrix.dtype)
+        new.running_var = diagonal.clone()
+    return new
