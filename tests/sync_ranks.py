@@ -69,7 +69,7 @@ def run_steps(layer, inputs, forward=None):
     results = []
     for x, grad in inputs:
         x = x.clone().requires_grad_()
-        y = (forward or layer)(x)
+        y = (layer if forward is None else forward)(x)
         layer.zero_grad()
         y.backward(grad)
         results.append({"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
@@ -177,7 +177,8 @@ def sharded(share, size: int) -> dict:
 
 def broken(rank: int, size: int) -> dict:
     """Rank 1 dies, rank 2 stops answering; rank 0 says what it got and after how long."""
-    dead, silent = dist.new_group([0, 1]), dist.new_group([0, 2])
+    limit = datetime.timedelta(seconds=4)
+    dead, silent = dist.new_group([0, 1], timeout=limit), dist.new_group([0, 2], timeout=limit)
     x = torch.randn(4, 6)
     dist.barrier()
     if rank == 1:
@@ -193,7 +194,7 @@ def broken(rank: int, size: int) -> dict:
     return results
 
 
-SCENARIOS = {"everything": (everything, 120), "broken": (broken, 4)}
+SCENARIOS = {"everything": (everything, 120), "broken": (broken, 60)}
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Two and three processes equal one process on the concatenated batch; and what happens when they cannot."""
 
+import contextlib
 import copy
 import os
 import subprocess
@@ -18,7 +19,9 @@ from iternorm import collective
 SIZE = 3
 
 
-def launch(scenario, folder):
+@contextlib.contextmanager
+def running(scenario, folder):
+    """The ranks of a scenario; what still runs at the end is killed."""
     source = Path(iternorm.__file__).parents[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(source), "GLOO_SOCKET_IFNAME": "lo"}
     arguments = [sys.executable, "-W", "ignore", sync_ranks.__file__, scenario]
@@ -32,7 +35,12 @@ def launch(scenario, folder):
         )
         for rank in range(SIZE)
     ]
-    return ranks
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def loaded(folder, rank):
@@ -42,10 +50,10 @@ def loaded(folder, rank):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    processes = launch("everything", folder)
-    for process in processes:
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output
+    with running("everything", folder) as processes:
+        for process in processes:
+            output, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, output
     return [loaded(folder, rank) for rank in range(SIZE)]
 
 
@@ -130,12 +138,9 @@ def test_data_parallel_gradients_are_the_mean_over_ranks_of_the_whole_batch(rank
 
 
 def test_a_dead_or_silent_rank_is_an_error_within_the_timeout(tmp_path):
-    processes = launch("broken", tmp_path)
-    output, _ = processes[0].communicate(timeout=120)
-    assert processes[0].returncode == 0, output
-    for process in processes[1:]:
-        process.kill()
-        process.communicate()
+    with running("broken", tmp_path) as processes:
+        output, _ = processes[0].communicate(timeout=120)
+        assert processes[0].returncode == 0, output
     results = loaded(tmp_path, 0)
     for name in ("dead", "silent"):
         message, seconds = results[name]
