@@ -9,8 +9,8 @@ import datetime
 import os
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import iternorm
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """A layer and the batches of the ranks: `counts` samples of `shape` each."""
 
     counts: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float64
-    words: dict = {}
+    words: dict = field(default_factory=dict)
     mean: float = 0.5
     steps: int = 2
 
@@ -47,7 +48,9 @@ def batches(case: Case):
     """For each step the inputs of all ranks concatenated, and the gradients of their outputs."""
     generator = torch.Generator().manual_seed(7)
     channels = case.shape[0]
-    mix = torch.randn(channels, channels, generator=generator, dtype=torch.float64) / channels**0.5 + torch.eye(channels)
+    mix = torch.randn(channels, channels, generator=generator, dtype=torch.float64) / channels**0.5 + torch.eye(
+        channels
+    )
     shape = (sum(case.counts), *case.shape)
     for _ in range(case.steps):
         x = torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import sync_ranks
 import torch
-from sync_ranks import CASES
 from torch import nn
 
 import iternorm
+import sync_ranks
 from iternorm import collective
+from sync_ranks import CASES
 
 SIZE = 3
 
@@ -64,7 +64,9 @@ def tolerance(case):
 
 def one_process(case, members=range(SIZE)):
     """The outcome of one process on the concatenated batches of `members`, computed in fp64."""
-    layer = iternorm.IterNorm1d if len(case.shape) < 3 else (iternorm.IterNorm2d, iternorm.IterNorm3d)[len(case.shape) - 3]
+    layer = (
+        iternorm.IterNorm1d if len(case.shape) < 3 else (iternorm.IterNorm2d, iternorm.IterNorm3d)[len(case.shape) - 3]
+    )
     layer = sync_ranks.prepared(layer(case.shape[0], dtype=torch.float64, **case.words))
     inputs = [
         tuple(torch.cat([t.split(case.counts)[rank] for rank in members]).double() for t in batch)

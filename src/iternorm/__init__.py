@@ -3,6 +3,15 @@
 from iternorm import functional, reference, solvers
 from iternorm.convert import ConversionReport, convert_batchnorm, convert_to_batchnorm
 from iternorm.features import DecorrelatedLinear, decorrelate_features
+from iternorm.fold import Folded, FoldTable, fold
+from iternorm.fold_layers import (
+    eval_map,
+    fold_into_next,
+    fold_into_next_layer,
+    fold_into_previous,
+    fold_into_previous_layer,
+    fold_pointwise,
+)
 from iternorm.modules import (
     DecorrelatedBatchNorm1d,
     DecorrelatedBatchNorm2d,
@@ -21,6 +30,8 @@ __all__ = [
     "DecorrelatedBatchNorm2d",
     "DecorrelatedBatchNorm3d",
     "DecorrelatedLinear",
+    "FoldTable",
+    "Folded",
     "IterNorm1d",
     "IterNorm2d",
     "IterNorm3d",
@@ -29,6 +40,13 @@ __all__ = [
     "convert_sync_iternorm",
     "convert_to_batchnorm",
     "decorrelate_features",
+    "eval_map",
+    "fold",
+    "fold_into_next",
+    "fold_into_next_layer",
+    "fold_into_previous",
+    "fold_into_previous_layer",
+    "fold_pointwise",
     "functional",
     "reference",
     "solvers",

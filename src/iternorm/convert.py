@@ -43,14 +43,14 @@ class ConversionReport:
         return "\n".join(f"{kind:<9}  {name or '(the model)'}: {text}" for kind, name, text in rows)
 
 
-class _Followed:
+class _Followed(WhiteningNorm):
     """A normalization followed by the modules that the layer it came from applied, kept under their own names."""
 
     followers: tuple[str, ...]
     batchnorm_class: type
 
     def forward(self, input: Tensor) -> Tensor:
-        output = super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
+        output = super().forward(input)
         for name in self.followers:
             output = getattr(self, name)(output)
         return output
@@ -177,7 +177,7 @@ def _base(layer: nn.Module) -> Any:
 
 def _applies_children(layer: Any, base: Any) -> bool:
     """Whether a layer is its base class and then its children in order: tried on a copy, in eval and in training."""
-    if base not in _PROBE_SHAPES or layer.running_mean is not None and layer.running_mean.is_meta:
+    if base not in _PROBE_SHAPES or (layer.running_mean is not None and layer.running_mean.is_meta):
         return False
     probe = copy.deepcopy(layer)
     # Hooks may change the output, and are no part of what the class does.
@@ -263,13 +263,14 @@ def _diagonal_obstacle(layer: WhiteningNorm) -> str | None:
     return None if bool((diagonal > 0).all()) else "has a whitening matrix whose diagonal is not positive"
 
 
-def _to_batchnorm(layer: Any) -> nn.Module:
+def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
+    layer: Any = whitening
     base = next(target for kind, target in _TO_BATCHNORM.items() if isinstance(layer, kind))
     tracked = layer.running_mean is not None
     args: list[Any] = [layer.num_features, layer.eps, layer.momentum, layer.affine, tracked]
     new: Any = base(*args, *([layer.process_group] if base is nn.SyncBatchNorm else []), device="meta")
-    if isinstance(layer, _Followed):
-        new.__class__ = layer.batchnorm_class
+    if isinstance(whitening, _Followed):
+        new.__class__ = whitening.batchnorm_class
     whitening_words = ("group_size", "num_iters", "running", "impl", "solver", "followers", "batchnorm_class")
     matrices = ("running_whitening", "running_covariance")
     replace.carry(layer, new, without=(*whitening_words, *matrices, "process_group", "_agreed"))

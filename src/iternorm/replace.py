@@ -43,19 +43,14 @@ def is_frozen(layer: nn.Module) -> bool:
 def carry(old: nn.Module, new: nn.Module, without: tuple[str, ...] = ()) -> None:
     """Give `new` the parameters, buffers, children, mode, hooks and other attributes of `old`, less those `without`.
 
-    The very tensors go over, so that optimizers and ties still hold them, and the very dicts of hooks, so that
-    handles still remove them. What `new` has set for itself and `old` does not have stays.
+    The very tensors go over, so that optimizers and ties still hold them. What `new` has set for itself and `old` does
+    not have stays.
     """
     for kind in ("_parameters", "_buffers", "_modules"):
         taken = {name: value for name, value in getattr(old, kind).items() if name not in without}
         getattr(new, kind).update(taken)
     new._non_persistent_buffers_set |= old._non_persistent_buffers_set - set(without)
-    for name in _HOOKS:
-        new.__dict__[name] = old.__dict__[name]
-    for hooks in (new._load_state_dict_pre_hooks, new._state_dict_hooks):
-        for handle, hook in hooks.items():
-            if isinstance(hook, _WrappedHook) and hook.with_module:
-                hooks[handle] = _WrappedHook(hook.hook, new)
+    carry_hooks(old, new)
     for name, value in vars(old).items():
         if name not in vars(new) and name not in without and name != "train":
             new.__dict__[name] = value
@@ -64,12 +59,21 @@ def carry(old: nn.Module, new: nn.Module, without: tuple[str, ...] = ()) -> None
         new.__dict__["train"] = Frozen(new)
 
 
+def carry_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give `new` the hooks of `old`: the very dicts, so that handles still remove them."""
+    for name in _HOOKS:
+        new.__dict__[name] = old.__dict__[name]
+    for handle, hook in new._load_state_dict_pre_hooks.items():
+        if isinstance(hook, _WrappedHook) and hook.with_module:
+            new._load_state_dict_pre_hooks[handle] = _WrappedHook(hook.hook, new)
+
+
 def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """Put each replacement in every place its key is found in; the model is returned, or its own replacement."""
     parents = list(model.modules()) + list(replacements.values())
     for parent in parents:
         for name, child in parent._modules.items():
-            if child in replacements and replacements[child] is not parent:
+            if child is not None and child in replacements and replacements[child] is not parent:
                 parent._modules[name] = replacements[child]
     return replacements.get(model, model)
 
