@@ -1,0 +1,149 @@
+"""Normalizations as statistics of a reference batch: covariance in, affine map out.
+
+`Whitening` is BatchNorm (groups of one channel), DBN and IterNorm without scale and shift. It is what the conditioning
+and the noise of a batch are measured on, many batches at a time.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from iternorm import groups, solvers
+from iternorm.modules import WhiteningNorm
+
+Solver = Literal["newton", "zca", "pca", "cholesky"]
+
+
+class AffineMaps(NamedTuple):
+    """The maps y = A x + c of a stack of k batches, for G groups of d consecutive channels."""
+
+    # [k, G, d, d]
+    linear: Tensor
+    # [k, G, d]
+    shift: Tensor
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """Centre with the mean of a batch, then multiply each group of channels by Σ^{-1/2} of that batch.
+
+    Args:
+        solver: How the whitening matrix is made: ``"newton"`` (the paper's iteration), ``"zca"``, ``"pca"`` or
+            ``"cholesky"``.
+        group_size: Channels whitened together; ``None`` is all of them, 1 is BatchNorm whatever the solver. The last
+            group holds the remainder.
+        num_iters: The paper's T, for ``"newton"``.
+        eps: Added to the diagonal of the covariance.
+    """
+
+    solver: Solver = "newton"
+    group_size: int | None = None
+    num_iters: int = 5
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.solver not in ("newton", "zca", "pca", "cholesky"):
+            raise ValueError(f"solver is {self.solver!r}, but 'newton', 'zca', 'pca' or 'cholesky' is needed")
+        if self.group_size is not None and self.group_size < 1:
+            raise ValueError(f"group_size is {self.group_size}, but None or a positive number of channels is needed")
+        if self.num_iters < 0:
+            raise ValueError(f"num_iters is {self.num_iters}, but 0 or more is needed")
+        if not self.eps >= 0:
+            raise ValueError(f"eps is {self.eps}, but 0 or more is needed")
+
+    @property
+    def label(self) -> str:
+        """A short name: ``BN``, ``DBN-16`` or ``IterNorm T=5 d=64``; a solver other than ZCA is named."""
+        if self.group_size == 1:
+            return "BN"
+        if self.solver == "newton":
+            return f"IterNorm T={self.num_iters}" + (f" d={self.group_size}" if self.group_size else "")
+        solver = "" if self.solver == "zca" else f" {self.solver}"
+        return "DBN" + (f"-{self.group_size}" if self.group_size else "") + solver
+
+    def whitening(self, covariance: Tensor) -> Tensor:
+        """The whitening matrices of covariances ``[..., d, d]``, to whose diagonals eps is added here."""
+        regularized = covariance.clone()
+        regularized.diagonal(dim1=-2, dim2=-1).add_(self.eps)
+        if covariance.shape[-1] == 1:
+            return regularized.rsqrt()
+        if self.solver == "newton":
+            return solvers.newton(regularized, self.num_iters)
+        # fp64: an eigenvalue of zero (a batch smaller than the group) has to stay below eps, which rounding in fp32 of
+        # the largest eigenvalue may exceed.
+        return getattr(solvers, self.solver)(regularized.double()).to(covariance.dtype)
+
+    def fit(self, batches: Tensor) -> list[AffineMaps]:
+        """The affine maps of k reference batches ``[k, m, C]``: one entry for the full groups, one for the remainder.
+
+        They are made in fp64 where `solver` decomposes the covariance, and returned in the dtype of `batches`.
+        """
+        maps = []
+        for part in groups.parts(batches.shape[-1], self.group_size):
+            block = batches[..., part.channels]
+            if part.size == 1:
+                variance, mean = torch.var_mean(block, dim=1, correction=0)
+                scale = (variance + self.eps).rsqrt()
+                maps.append(AffineMaps(scale[..., None, None], (-scale * mean)[..., None]))
+                continue
+            if self.solver != "newton":
+                block = block.double()
+            grouped = block.unflatten(-1, (part.count, part.size)).transpose(1, 2)
+            mean = grouped.mean(2, keepdim=True)
+            centered = grouped - mean
+            whitening = self.whitening(centered.mT @ centered / batches.shape[1])
+            shift = -(whitening @ mean.mT).squeeze(-1)
+            maps.append(AffineMaps(whitening.to(batches.dtype), shift.to(batches.dtype)))
+        return maps
+
+    def normalized_covariance(self, covariance: Tensor) -> Tensor:
+        """The covariance ``[C, C]`` of the output, where the data are normalized by the statistics of all of them."""
+        whitening = self.whitening_blocks(covariance)
+        half = multiply_blocks(whitening, covariance)
+        return multiply_blocks(whitening, half.mT)
+
+    def whitening_blocks(self, covariance: Tensor) -> list[Tensor]:
+        """The whitening matrices ``[G, d, d]`` of a covariance ``[C, C]``, by part: full groups, then the remainder."""
+        blocks = []
+        for part in groups.parts(covariance.shape[-1], self.group_size):
+            square = covariance[part.channels, part.channels]
+            grouped = square.unflatten(0, (part.count, part.size)).unflatten(2, (part.count, part.size))
+            blocks.append(self.whitening(grouped.diagonal(dim1=0, dim2=2).permute(2, 0, 1)))
+        return blocks
+
+
+def multiply_blocks(blocks: list[Tensor], matrix: Tensor) -> Tensor:
+    """The product of a block-diagonal matrix, given as the parts ``[G, d, d]`` of its diagonal, and a matrix."""
+    sizes = [block.shape[0] * block.shape[1] for block in blocks]
+    rows = matrix.split(sizes)
+    return torch.cat([(b @ r.unflatten(0, b.shape[:2])).flatten(0, 1) for b, r in zip(blocks, rows, strict=True)])
+
+
+def batch_norm(eps: float = 1e-5) -> Whitening:
+    """BatchNorm: every channel a group of its own."""
+    return Whitening("newton", 1, 0, eps)
+
+
+def iter_norm(num_iters: int = 5, group_size: int | None = None, eps: float = 1e-5) -> Whitening:
+    """IterNorm with T = `num_iters`; all channels in one group unless told otherwise, as in the paper's SND figures."""
+    return Whitening("newton", group_size, num_iters, eps)
+
+
+def decorrelated_batch_norm(solver: Solver = "zca", group_size: int | None = None, eps: float = 1e-5) -> Whitening:
+    """DBN; all channels in one group unless told otherwise, as in the paper's SND figures."""
+    return Whitening(solver, group_size, 0, eps)
+
+
+def operation_of(layer: nn.Module) -> Whitening | None:
+    """The operation a normalization layer applies in training, without scale and shift.
+
+    Returns:
+        The operation of a BatchNorm, SyncBatchNorm, IterNorm or DBN layer, and None for any other module.
+    """
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        return batch_norm(layer.eps)
+    if isinstance(layer, WhiteningNorm):
+        return Whitening(cast(Solver, layer.solver), layer.group_size, layer.num_iters, layer.eps)
+    return None

@@ -1,0 +1,23 @@
+"""Times the layers against their rivals: forward and backward, interleaved, in one run. See benchmarks/README.md.
+
+result = run(rounds=15)          # a dictionary that json.dumps takes
+for case in result["cases"]:
+    rich.print(table(case))
+"""
+
+from .contest import TABLE_A1, Case, check_arguments, count_timings, run
+from .rivals import PAPER_MS, Rival, standard_rivals
+from .table import notes, table
+
+__all__ = [
+    "PAPER_MS",
+    "TABLE_A1",
+    "Case",
+    "Rival",
+    "check_arguments",
+    "count_timings",
+    "notes",
+    "run",
+    "standard_rivals",
+    "table",
+]

@@ -1,0 +1,1 @@
+"""The paper's experiments, and the networks and data they need."""

@@ -1,0 +1,171 @@
+"""Newton's iteration for groups of up to 64 channels: one program a group, all steps on chip. Forward and backward.
+
+The residual form of docs/math.md, Eq. 8-9: R = Σ/tr, M = (3 I - R)/2, Z <- Z M, R <- M R M. The forward keeps the
+iterates R_1..R_{T-1} and Z_1..Z_{T-1} (2T-2 small matrices a group), which spares the backward 11 of 31 products at
+T=5. Matrices are ``[BD, BD]``, zero beyond the group.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def finite(x):
+    """Neither infinite nor NaN."""
+    return tl.abs(x) <= 3.4028234663852886e38
+
+
+@triton.jit
+def all_finite(mean_ptr, variance_ptr, C):
+    """Whether every channel's mean and variance is finite: then so is every whitening matrix."""
+    bad = 0
+    for start in range(0, C, 512):
+        c = start + tl.arange(0, 512)
+        mean = tl.load(mean_ptr + c, mask=c < C, other=0.0)
+        variance = tl.load(variance_ptr + c, mask=c < C, other=0.0)
+        bad += tl.sum((~(finite(mean) & finite(variance))).to(tl.int32), 0)
+    return bad == 0
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def newton_forward(
+    covariance_ptr,
+    mean_ptr,
+    variance_ptr,
+    whitening_ptr,
+    iterates_ptr,
+    running_mean_ptr,
+    running_matrix_ptr,
+    num_batches_ptr,
+    finite_ptr,
+    eps,
+    momentum,
+    C,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RUNNING: tl.constexpr,
+    CUMULATIVE: tl.constexpr,
+    RUNNING_COVARIANCE: tl.constexpr,
+    SAVE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Covariance -> whitening matrix (Eq. 5-9), and the running statistics of a batch whose moments are finite."""
+    group = tl.program_id(0)
+    i = tl.arange(0, BD)[:, None]
+    j = tl.arange(0, BD)[None, :]
+    tile = i * BD + j
+    size = tl.minimum(D, C - group * D)
+    identity = tl.where((i == j) & (i < size), 1.0, 0.0)
+
+    raw = tl.load(covariance_ptr + group * BD * BD + tile)
+    covariance = raw + eps * identity
+    trace = tl.sum(tl.sum(covariance * identity, 1), 0)
+    if T == 0:
+        iterate = identity
+    else:
+        residual = covariance / trace
+        step = 1.5 * identity - 0.5 * residual
+        iterate = step
+        saved = iterates_ptr + group * SLOTS * BD * BD + tile
+        for k in range(1, T):
+            residual = product(step, product(residual, step, PRECISION), PRECISION)
+            step = 1.5 * identity - 0.5 * residual
+            if SAVE:
+                tl.store(saved + (k - 1) * BD * BD, residual)
+                tl.store(saved + (T + k - 2) * BD * BD, iterate)
+            iterate = product(iterate, step, PRECISION)
+    whitening = iterate * tl.rsqrt(trace)
+    inside = (i < D) & (j < D)
+    target = group * D * D + i * D + j
+    tl.store(whitening_ptr + target, whitening, mask=inside)
+
+    if RUNNING:
+        keep = all_finite(mean_ptr, variance_ptr, C)
+        if CUMULATIVE:
+            momentum = 1.0 / (tl.load(num_batches_ptr) + 1).to(tl.float32)
+        if RUNNING_COVARIANCE:
+            value = raw
+        else:
+            value = whitening
+        old = tl.load(running_matrix_ptr + target, mask=inside, other=0.0).to(tl.float32)
+        new = tl.where(keep, old + momentum * (value - old), old)
+        tl.store(running_matrix_ptr + target, new, mask=inside)
+        c = tl.arange(0, BD)
+        member = c < size
+        mean = tl.load(mean_ptr + group * D + c, mask=member, other=0.0)
+        old_mean = tl.load(running_mean_ptr + group * D + c, mask=member, other=0.0).to(tl.float32)
+        new_mean = tl.where(keep, old_mean + momentum * (mean - old_mean), old_mean)
+        tl.store(running_mean_ptr + group * D + c, new_mean, mask=member)
+        if group == 0:
+            # The counter itself moves in the next launch: other programs of this one may still read it.
+            tl.store(finite_ptr, keep.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["M"])
+def newton_backward(
+    cross_ptr,
+    covariance_ptr,
+    whitening_ptr,
+    iterates_ptr,
+    weight_ptr,
+    grad_weight_ptr,
+    second_ptr,
+    eps,
+    M,
+    C,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    SLOTS: tl.constexpr,
+    AFFINE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Σ dy (x-μ)ᵀ -> d(weight) and the matrix B of dx = Aᵀ dy + B (x-μ) + c (Eq. 10-12, 22-24)."""
+    group = tl.program_id(0)
+    i = tl.arange(0, BD)[:, None]
+    j = tl.arange(0, BD)[None, :]
+    tile = i * BD + j
+    size = tl.minimum(D, C - group * D)
+    identity = tl.where((i == j) & (i < size), 1.0, 0.0)
+    c = tl.arange(0, BD)
+    member = c < size
+
+    cross = tl.load(cross_ptr + group * BD * BD + tile)
+    whitening = tl.load(whitening_ptr + group * D * D + i * D + j, mask=(i < D) & (j < D), other=0.0)
+    if AFFINE:
+        grad_weight = tl.sum(cross * whitening, 1)
+        tl.store(grad_weight_ptr + group * D + c, grad_weight, mask=member)
+        weight = tl.load(weight_ptr + group * D + c, mask=member, other=0.0).to(tl.float32)
+        cross = cross * weight[:, None]
+    covariance = tl.load(covariance_ptr + group * BD * BD + tile) + eps * identity
+    trace = tl.sum(tl.sum(covariance * identity, 1), 0)
+    through_trace = 0.5 * tl.sum(tl.sum(cross * whitening, 1), 0)
+    if T == 0:
+        gradient = -through_trace * identity
+    else:
+        normalized = covariance / trace
+        d_residual = 0.5 * (cross + tl.trans(cross)) * tl.rsqrt(trace)
+        d_iterate = -0.5 * d_residual
+        residual = normalized
+        saved = iterates_ptr + group * SLOTS * BD * BD + tile
+        for k in range(1, T):
+            # dR <- M dR M - sym(dR R M), written out in R: the terms share dR R, and one transpose makes it symmetric.
+            shared = product(d_residual, residual, PRECISION)
+            half = 2.25 * d_residual - 3.0 * shared + 0.25 * product(residual, shared, PRECISION)
+            half += 0.5 * product(shared, residual, PRECISION)
+            iterate = tl.load(saved + (T + k - 2) * BD * BD)
+            residual = tl.load(saved + (k - 1) * BD * BD)
+            d_residual = 0.5 * (half + tl.trans(half))
+            step = 1.5 * identity - 0.5 * residual
+            d_iterate = product(d_iterate, step, PRECISION) - 0.5 * product(iterate, d_residual, PRECISION)
+        d_iterate = 0.5 * (d_iterate + tl.trans(d_iterate))
+        through_trace += tl.sum(tl.sum(d_iterate * normalized, 1), 0)
+        gradient = d_iterate - through_trace * identity
+    tl.store(second_ptr + group * BD * BD + tile, gradient * (2.0 / (trace * M)))

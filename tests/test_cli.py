@@ -1,0 +1,137 @@
+"""The command line: what it prints, what it writes, and how it fails."""
+
+import json
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import iternorm
+from iternorm import bench, cli
+from iternorm.__main__ import main
+from iternorm.bench.devices import Case
+from page_checks import assert_self_contained
+
+
+@pytest.fixture
+def invoke(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    return lambda *arguments: CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def tiny_bench(monkeypatch):
+    """`bench.run` on one tiny case."""
+    real_run, real_count = bench.run, bench.count_timings
+
+    def rivals(num_channels):
+        return bench.standard_rivals(num_channels, group_sizes=(4,), dbn_group_sizes=(4,), num_iters=(5,))
+
+    small = {"cases": [Case((4, 8, 3, 3))], "rivals": rivals}
+    monkeypatch.setattr(bench, "run", lambda **kwargs: real_run(**small, **kwargs))
+    monkeypatch.setattr(bench, "count_timings", lambda **kwargs: real_count(**small, **kwargs))
+    monkeypatch.setattr(bench.contest, "set_malloc_thresholds", lambda: True)
+
+
+def test_version(invoke):
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"iternorm {iternorm.__version__}\n"
+
+
+def test_help_names_the_verbs(invoke):
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert "demo" in result.stdout
+    assert "bench" in result.stdout
+
+
+def test_demo_prints_a_table_and_writes_a_page(invoke, tmp_path):
+    result = invoke("demo", "--epochs", 2, "--seed", 3, "--out", tmp_path / "new")
+    assert result.exit_code == 0, result.output
+    for word in ("none", "BN", "DBN", "IterNorm", "condition", str(tmp_path / "new" / "report.html")):
+        assert word in result.stdout
+    assert_self_contained((tmp_path / "new" / "report.html").read_text(encoding="utf-8"))
+    config = json.loads((tmp_path / "new" / "results.json").read_text())["config"]
+    assert (config["epochs"], config["seed"]) == (2, 3)
+
+
+def test_bench_prints_a_table_and_writes_json(invoke, tiny_bench, tmp_path):
+    path = tmp_path / "deep" / "bench.json"
+    result = invoke("bench", "--rounds", 2, "--threads", 1, "--json", path)
+    assert result.exit_code == 0, result.output
+    for word in ("4x8x3x3", "conv3x3", "BatchNorm2d", "DBN d=4", "IterNorm T=5 d=4", "authors' T=5 d=4", "glibc"):
+        assert word in result.stdout
+    written = json.loads(path.read_text())
+    assert written["settings"]["rounds"] == 2
+    assert written["provenance"]["machine"]["threads"] == 1
+    assert len(written["cases"][0]["rivals"][0]["samples_ms"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--epochs", "0"], "error: epochs=0 trains nothing: use 1 or more\n"),
+        (["demo", "--seed", "-1"], "error: seed=-1 is negative: use 0 or more\n"),
+        (["bench", "--rounds", "0"], "error: rounds=0 times nothing: use 1 or more\n"),
+        (["bench", "--device", "[red]tpu"], "error: device='[red]tpu' is not known here: use 'cpu' or 'cuda'\n"),
+    ],
+)
+def test_a_users_error_is_one_line_and_exit_code_2(invoke, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr == message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_bench_on_cuda_without_a_device(invoke):
+    result = invoke("bench", "--device", "cuda")
+    assert result.exit_code == 2
+    assert result.stderr == "error: device='cuda' needs a CUDA device and torch sees none: use device='cpu'\n"
+
+
+def test_an_output_that_is_a_file_is_refused_before_the_work(invoke, tmp_path):
+    (tmp_path / "file").touch()
+    assert invoke("demo", "--out", tmp_path / "file").exit_code == 2
+    assert invoke("bench", "--json", tmp_path).exit_code == 2
+
+
+def test_traceback_on_request(invoke, monkeypatch):
+    monkeypatch.setenv("ITERNORM_TRACEBACK", "1")
+    result = invoke("bench", "--rounds", "0")
+    assert isinstance(result.exception, ValueError)
+
+
+@pytest.mark.parametrize("package", ["sklearn", "matplotlib"])
+def test_demo_names_the_extra_that_is_missing(invoke, monkeypatch, package):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == package else object())
+    result = invoke("demo")
+    assert result.exit_code == 2
+    assert result.stderr == f"error: this needs {package}: pip install 'iternorm[demo]'\n"
+
+
+def test_a_bug_is_not_taken_for_a_users_error(invoke, monkeypatch):
+    monkeypatch.setattr(bench, "check_arguments", lambda *arguments: {}["missing"])
+    assert isinstance(invoke("bench").exception, KeyError)
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_the_extra_the_command_says_how_to_get_it(monkeypatch, capsys, package):
+    for name in [name for name in sys.modules if name == "iternorm.cli" or name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert exit.value.code == 2
+    assert capsys.readouterr().err == f"iternorm: the command line needs {package}: pip install 'iternorm[cli]'\n"
+
+
+def test_main_runs_the_app(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["iternorm", "--version"])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert exit.value.code == 0
+    assert "iternorm" in capsys.readouterr().out
