@@ -196,7 +196,7 @@ def apply(
     spatial = max(x.ndim - 2, 1)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
     dtype = plain.compute_dtype(x.dtype)
-    with torch.autocast(x.device.type, enabled=False):
+    with ops._no_autocast(x):
         matrix, offset = ops.fold_affine(whitening, mean, weight, bias, group_size)
         activation = (x.unsqueeze(2) if x.ndim == 2 else x).to(dtype)
         outputs = [
@@ -209,6 +209,9 @@ def apply(
             for part in groups.parts(x.shape[1], group_size)
         ]
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous():
+        # A grouped conv3d on the CPU returns contiguous memory; a no-op where it kept the input's format.
+        y = y.contiguous(memory_format=torch.channels_last_3d)
     return (y.squeeze(2) if x.ndim == 2 else y).to(x.dtype)
 
 

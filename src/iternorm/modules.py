@@ -213,13 +213,13 @@ class WhiteningNorm(nn.Module):
     def _translate_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """BatchNorm's keys, and those of the authors' 2019 layer, in this layer's terms."""
         state = dict(state)
-        if self.running_matrix is None:
-            return state
         for name in ("weight", "bias", "running_mean"):
             # The authors keep the scale as [1, C, 1, 1] or [1, C] and the mean as [g, d, 1].
             value = state.get(name)
             if isinstance(value, Tensor) and value.ndim > 1 and value.numel() == self.num_features:
                 state[name] = value.reshape(-1)
+        if self.running_matrix is None:
+            return state
         matrix_name = f"running_{self.running}"
         if "running_wm" in state:
             blocks = state.pop("running_wm")
@@ -262,7 +262,7 @@ class WhiteningNorm(nn.Module):
     def _regroup(self, blocks: Tensor) -> Tensor:
         """Whitening blocks ``[g, e, e]`` as this layer's ``[G, d, d]``, where every block fits inside a group."""
         size = groups.effective_size(self.num_features, self.group_size)
-        block = blocks.shape[-1] if blocks.ndim == 3 else 0
+        block = blocks.shape[2] if blocks.ndim == 3 and blocks.shape[1] == blocks.shape[2] else 0
         if block == 0 or blocks.shape[0] * block != self.num_features or size % block:
             raise StateDictError(
                 f"running_wm has shape {list(blocks.shape)}, which does not divide {self.num_features} channels in "

@@ -5,6 +5,8 @@ matrices. The verbs that touch the activation are torch.library operators with a
 `torch.compile` and `torch.export` see four opaque calls in place of loops over tiles; eager code calls them directly.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -67,7 +69,8 @@ def _map_like(x: Tensor) -> Tensor:
 
 def _no_autocast(x: Tensor):
     """Autocast would turn the products of fp32 statistics into half precision."""
-    return torch.autocast(x.device.type, enabled=False)
+    # The meta device knows no autocast.
+    return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
 
 
 def whiten(

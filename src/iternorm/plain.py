@@ -75,7 +75,7 @@ def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tup
         grad_view, view = layout.view(grad_planes), layout.view(planes)
         part_mean = mean[part.channels].view(part.count, part.size)
         total = cross = 0
-        for tile in layout.tiles(view, copied=False):
+        for tile in layout.tiles(view, copied=grad_view.stride() != view.stride()):
             grad_block = layout.load(grad_view, tile, None)
             total = total + layout.channel_sum(grad_block)
             cross = cross + layout.product(grad_block, layout.load(view, tile, None))
@@ -105,7 +105,8 @@ def _map(inputs: list[Tensor], matrices: list[Tensor], offset: Tensor, group_siz
         out = layout.view(result)
         part_matrices = [part.of(m) for m in matrices]
         part_offset = offset[part.channels].view(part.count, part.size)
-        for tile in layout.tiles(out, copied=False):
+        # An operand in another memory format than the result is turned tile by tile.
+        for tile in layout.tiles(out, copied=any(v.stride() != out.stride() for v in views)):
             layout.map(views, part_matrices, part_offset, tile, out)
     return result.view(inputs[0].shape)
 
@@ -130,11 +131,14 @@ class _Planes:
         return planes[:, self.part.channels].unflatten(1, (self.part.count, self.part.size))
 
     def tiles(self, view: Tensor, copied: bool) -> Iterator[tuple[slice, slice]]:
-        batch, _, size, length = view.shape
-        if not copied and view.dtype == compute_dtype(view.dtype):
+        batch, count, size, length = view.shape
+        # Samples and groups are one batch of matrices unless a ragged last group lies between them: then the product
+        # of moments copies its operands, and those must be tiles.
+        merged = count == 1 or view.stride(0) == count * view.stride(1)
+        if not copied and merged and view.dtype == compute_dtype(view.dtype):
             # No workspace but one d by d matrix for each sample and group: at most a sixteenth
             # of it, or 1 MB of fp32 where that is more.
-            matrices = max(view.numel() // 16, _TILE // 4) // (self.part.count * size * size)
+            matrices = max(view.numel() // 16, _TILE // 4) // (count * size * size)
             samples, positions = max(1, min(batch, matrices)), length
         else:
             samples, positions = _tile_shape(view.numel(), batch, length)
@@ -175,17 +179,29 @@ class _Planes:
     def map(self, views, matrices, offset, tile, out) -> None:
         count, size = self.part.count, self.part.size
         target = out[tile[0], :, :, tile[1]]
-        shape = (target.shape[0] * count, size, -1)
-        # The product is written where it belongs if that is one block of memory of the right dtype.
-        direct = target.is_contiguous() and target.dtype == offset.dtype
-        result = target.view(shape) if direct else target.new_empty(target.shape, dtype=offset.dtype).view(shape)
-        start = offset[:, :, None].expand(target.shape[0], count, size, 1).reshape(-1, size, 1)
-        for view, matrix in zip(views, matrices, strict=True):
-            block = self.load(view, tile, None).reshape(shape)
-            left = matrix.expand(target.shape[0], count, size, size).reshape(-1, size, size)
-            start = torch.baddbmm(start, left, block, out=result)
-        if not direct:
-            target.copy_(result.view(target.shape))
+        blocks = [self.load(view, tile, None) for view in views]
+        # The product is written where it belongs if that is one block of memory of the right dtype, or group by group
+        # if a ragged last group lies between the samples.
+        if target.dtype == offset.dtype and target.is_contiguous():
+            shape = (target.shape[0] * count, size, -1)
+            _products([b.reshape(shape) for b in blocks], matrices, offset, target.view(shape))
+        elif target.dtype == offset.dtype and target.stride(3) == 1:
+            for g in range(count):
+                _products([b[:, g] for b in blocks], [m[g] for m in matrices], offset[g : g + 1], target[:, g])
+        else:
+            result = target.new_empty(target.shape, dtype=offset.dtype)
+            shape = (target.shape[0] * count, size, -1)
+            _products([b.reshape(shape) for b in blocks], matrices, offset, result.view(shape))
+            target.copy_(result)
+
+
+def _products(blocks: list[Tensor], matrices: list[Tensor], offset: Tensor, out: Tensor) -> None:
+    """Σ_i A_i x_i + c for ``[n G, d, l]``, into `out`."""
+    samples = out.shape[0] // offset.shape[0]
+    start = offset[:, :, None].expand(samples, *offset.shape, 1).reshape(-1, offset.shape[1], 1)
+    for block, matrix in zip(blocks, matrices, strict=True):
+        left = matrix.expand(samples, *offset.shape, offset.shape[1]).reshape(-1, *matrix.shape[-2:])
+        start = torch.baddbmm(start, left, block, out=out)
 
 
 class _Rows:

@@ -147,8 +147,13 @@ def _newton_backward(grad: Tensor, covariance: Tensor, whitening: Tensor, num_it
 
 
 def _eigh(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and vectors, the eigenvalues kept above what rounding makes of zero."""
-    eigenvalues, vectors = torch.linalg.eigh(covariance)
+    """Eigenvalues and vectors, the eigenvalues kept above what rounding makes of zero.
+
+    A matrix with a NaN or an infinity has NaN eigenvalues, where `torch.linalg.eigh` raises.
+    """
+    finite = torch.isfinite(covariance).all(-1).all(-1)
+    eigenvalues, vectors = torch.linalg.eigh(torch.where(finite[..., None, None], covariance, 1))
+    eigenvalues = torch.where(finite[..., None], eigenvalues, torch.nan)
     info = torch.finfo(covariance.dtype)
     # eigh's own error is about eps times the largest eigenvalue: below that an eigenvalue is noise, and may be
     # negative. The second floor keeps the cube of its root, which the backward divides by, above underflow.

@@ -1,0 +1,66 @@
+"""What several test files measure: data with a known spectrum, errors, peak memory, the state of a layer."""
+
+import torch
+from torch import Tensor, nn
+
+
+def covariance_with(eigenvalues: Tensor, *batch: int) -> Tensor:
+    """Random symmetric matrices ``[*batch, d, d]`` with the given eigenvalues."""
+    size = len(eigenvalues)
+    vectors = torch.linalg.qr(torch.randn(*batch, size, size, dtype=eigenvalues.dtype))[0]
+    matrix = vectors @ (eigenvalues[:, None] * vectors.mT)
+    return (matrix + matrix.mT) / 2
+
+
+def correlated(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A random activation ``[N, C, ...]`` whose channels are mixed and have means of their own."""
+    x = torch.randn(*shape, dtype=torch.float64)
+    channels = shape[1]
+    mixing = torch.eye(channels, dtype=torch.float64) + 0.5 * torch.randn(channels, channels, dtype=torch.float64) / (
+        channels**0.5
+    )
+    mean = torch.randn(channels, dtype=torch.float64).view(1, -1, *(1,) * (len(shape) - 2))
+    return (torch.einsum("ij,nj...->ni...", mixing, x) + mean).to(dtype)
+
+
+def samples_of(x: Tensor) -> Tensor:
+    """``[N, C, ...]`` as ``[C, m]``."""
+    return x.transpose(0, 1).flatten(1)
+
+
+def covariance_of(x: Tensor) -> Tensor:
+    """The biased covariance ``[C, C]`` of an activation."""
+    centered = samples_of(x)
+    centered = centered - centered.mean(1, keepdim=True)
+    return centered @ centered.T / centered.shape[1]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """‖actual - expected‖ / ‖expected‖ in fp64."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def state_of(layer: nn.Module) -> dict[str, Tensor]:
+    """A copy of parameters and buffers, to compare with later."""
+    return {name: value.detach().clone() for name, value in layer.state_dict().items()}
+
+
+def assert_same_state(layer: nn.Module, state: dict[str, Tensor]) -> None:
+    now = layer.state_dict()
+    assert now.keys() == state.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(now[name], value, rtol=0, atol=0, msg=f"{name} was changed")
+
+
+def peak_bytes(function) -> int:
+    """The largest amount of memory that the CPU allocator held during the call beyond what it held before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = function()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    del kept
+    return peak

@@ -1,0 +1,21 @@
+"""Fixtures that all tests share, and one of their own for every test: the same random numbers in any order."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fill memory that torch leaves uninitialized with NaN, so that an element nobody wrote shows."""
+    previous = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(previous[0])
+    torch.utils.deterministic.fill_uninitialized_memory = previous[1]
