@@ -265,7 +265,7 @@ def _diagonal_obstacle(layer: WhiteningNorm) -> str | None:
 
 def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
     layer: Any = whitening
-    base = next(target for kind, target in _TO_BATCHNORM.items() if isinstance(layer, kind))
+    base = next(target for kind, target in _TO_BATCHNORM.items() if isinstance(whitening, kind))
     tracked = layer.running_mean is not None
     args: list[Any] = [layer.num_features, layer.eps, layer.momentum, layer.affine, tracked]
     new: Any = base(*args, *([layer.process_group] if base is nn.SyncBatchNorm else []), device="meta")

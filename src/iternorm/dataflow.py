@@ -65,7 +65,7 @@ def traced(model: nn.Module) -> Flow:
         graph = tracer.trace(model)
     except Exception as error:
         raise ValueError(
-            f"torch.fx cannot trace {type(model).__name__}, at {tracer.innermost!r} ({tracer.innermost_type}): {error}. "
+            f"torch.fx cannot trace {type(model).__name__} at {tracer.innermost!r} ({tracer.innermost_type}): {error}. "
             "Give example_inputs to follow a run of the model instead, or fold layer by layer with "
             "iternorm.fold_into_previous_layer and iternorm.fold_into_next_layer"
         ) from error

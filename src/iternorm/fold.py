@@ -106,7 +106,7 @@ def _fold_all(model: nn.Module, flow: dataflow.Flow, max_growth: float, table: F
         matrix, _ = fold_layers.eval_map(norm)
         reasons, place = [], None
         for how, neighbour in (("previous", flow.previous.get(norm)), ("next", flow.following.get(norm))):
-            reason = "none that is used once and alone" if neighbour is None else None
+            reason = "no linear map that is used once, joined to it alone" if neighbour is None else None
             if neighbour is not None:
                 reason = _reason_against(how, norm, current.get(neighbour, neighbour), matrix, flow, max_growth)
             if reason is None and neighbour is not None:

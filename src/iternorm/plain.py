@@ -108,7 +108,8 @@ def _map(inputs: list[Tensor], matrices: list[Tensor], offset: Tensor, group_siz
         # An operand in another memory format than the result is turned tile by tile.
         for tile in layout.tiles(out, copied=any(v.stride() != out.stride() for v in views)):
             layout.map(views, part_matrices, part_offset, tile, out)
-    return result.view(inputs[0].shape)
+    # Not `view`: autograd forbids writing in place (a ReLU, a residual +=) to what a custom function returns as a view.
+    return torch.ops.aten._unsafe_view(result, inputs[0].shape)
 
 
 def _layout(planes: Tensor, part: Part) -> "_Planes | _Rows":
