@@ -143,6 +143,10 @@ def everything(rank: int, size: int) -> dict:
     model(share).square().sum().backward()
     results["ddp"] = {name: p.grad for name, p in model.module.named_parameters()}
 
+    layer = iternorm.SyncIterNorm(10, group_size=4, dtype=case.dtype)
+    iternorm.recalibrate(layer, [x for x, _ in own(case, rank)], progress=False)
+    results["recalibrated"] = layer.state_dict()
+
     results["fsdp"] = sharded(share, size)
     return results
 

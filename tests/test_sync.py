@@ -139,6 +139,14 @@ def test_data_parallel_gradients_are_the_mean_over_ranks_of_the_whole_batch(rank
             torch.testing.assert_close(rank[kind][name] * SIZE, parameter.grad, rtol=1e-10, atol=1e-9)
 
 
+def test_recalibration_merges_what_the_ranks_saw(ranks):
+    layer = iternorm.IterNorm2d(10, group_size=4, dtype=torch.float64)
+    iternorm.recalibrate(layer, [x for x, _ in sync_ranks.batches(CASES["ragged groups"])], progress=False)
+    for rank in ranks:
+        for name, value in layer.state_dict().items():
+            torch.testing.assert_close(rank["recalibrated"][name], value, rtol=1e-10, atol=1e-10)
+
+
 def test_a_dead_or_silent_rank_is_an_error_within_the_timeout(tmp_path):
     with running("broken", tmp_path) as processes:
         output, _ = processes[0].communicate(timeout=120)

@@ -1,8 +1,9 @@
-"""Networks that nobody here wrote, small: real architectures of `transformers` and `monai`, built without a download."""
+"""Networks that nobody here wrote, small: real architectures of `transformers` and `monai`, without a download."""
 
 import os
 
 import torch
+from torch import nn
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -89,3 +90,33 @@ def build(name):
 def logits(model, x):
     output = model(x)
     return getattr(output, "logits", output)
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """A stand-in for timm's class of this name, which does not install beside the CPU build of torch.
+
+    It drops and activates in a forward of its own, around a copy of BatchNorm's.
+    """
+
+    def __init__(self, num_features, act_layer=nn.ReLU, drop=0.0, **words):
+        super().__init__(num_features, **words)
+        self.drop = nn.Dropout2d(drop) if drop else nn.Identity()
+        self.act = act_layer()
+
+    def forward(self, x):
+        torch._assert(x.ndim == 4, "expected 4D input")
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        x = nn.functional.batch_norm(
+            x,
+            self.running_mean if not self.training or self.track_running_stats else None,
+            self.running_var if not self.training or self.track_running_stats else None,
+            self.weight,
+            self.bias,
+            self.training or self.running_mean is None,
+            factor,
+            self.eps,
+        )
+        return self.act(self.drop(x))

@@ -1,6 +1,7 @@
 """Whitening normalization for PyTorch: the one list of public names."""
 
 from iternorm import functional, reference, solvers
+from iternorm.calibrate import freeze, recalibrate, unfreeze
 from iternorm.convert import ConversionReport, convert_batchnorm, convert_to_batchnorm
 from iternorm.features import DecorrelatedLinear, decorrelate_features
 from iternorm.fold import Folded, FoldTable, fold
@@ -47,7 +48,10 @@ __all__ = [
     "fold_into_previous",
     "fold_into_previous_layer",
     "fold_pointwise",
+    "freeze",
     "functional",
+    "recalibrate",
     "reference",
     "solvers",
+    "unfreeze",
 ]

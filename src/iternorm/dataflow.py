@@ -60,12 +60,14 @@ def is_linear_map(layer: Any) -> bool:
 
 def traced(model: nn.Module) -> Flow:
     """The flow by torch.fx. Raises ValueError, naming the module, where the model cannot be traced."""
+    if isinstance(model, WhiteningNorm):
+        return Flow()
     tracer = _Tracer()
     try:
         graph = tracer.trace(model)
     except Exception as error:
         raise ValueError(
-            f"torch.fx cannot trace {type(model).__name__} at {tracer.innermost!r} ({tracer.innermost_type}): {error}. "
+            f"torch.fx cannot trace {type(model).__name__} at {tracer.innermost}: {error}. "
             "Give example_inputs to follow a run of the model instead, or fold layer by layer with "
             "iternorm.fold_into_previous_layer and iternorm.fold_into_next_layer"
         ) from error
@@ -104,9 +106,17 @@ def _source(node: fx.Node) -> Any:
 
 
 def _called_once(calls: Iterable[nn.Module], model: nn.Module) -> set[nn.Module]:
-    """Layers that are called once, found in one place, and that no hook of the user watches or changes."""
+    """Layers called once, found in one place, with parameters of their own, that no hook watches or changes."""
     places = Counter(layer for _, layer in model.named_modules(remove_duplicate=False))
-    return {layer for layer, n in Counter(calls).items() if n == 1 and places[layer] == 1 and not has_hooks(layer)}
+    owners = Counter(p for layer in model.modules() for p in layer._parameters.values())
+    return {
+        layer
+        for layer, times in Counter(calls).items()
+        if times == 1
+        and places[layer] == 1
+        and not has_hooks(layer)
+        and all(owners[p] == 1 for p in layer._parameters.values() if p is not None)
+    }
 
 
 def has_hooks(layer: nn.Module) -> bool:
@@ -117,8 +127,7 @@ def has_hooks(layer: nn.Module) -> bool:
 class _Tracer(fx.Tracer):
     """Keeps whitening layers whole, gives the model its required arguments only, and knows where it is."""
 
-    innermost = ""
-    innermost_type = ""
+    innermost = "its own forward"
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, (WhiteningNorm, *LINEAR_MAPS)) or super().is_leaf_module(m, module_qualified_name)
@@ -130,11 +139,11 @@ class _Tracer(fx.Tracer):
         return root_fn, [self.root, *(self.create_proxy("placeholder", p.name, (), {}) for p in required)]
 
     def call_module(self, m, forward, args, kwargs):
-        outer = self.innermost, self.innermost_type
-        self.innermost, self.innermost_type = self.path_of_module(m), type(m).__name__
+        outer = self.innermost
+        self.innermost = f"{self.path_of_module(m)!r} ({type(m).__name__})"
         result = super().call_module(m, forward, args, kwargs)
         # Left as it is by an exception: that is what the message names.
-        self.innermost, self.innermost_type = outer
+        self.innermost = outer
         return result
 
 

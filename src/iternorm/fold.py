@@ -36,8 +36,8 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
     Each whitening layer goes, in this order of preference, into the convolution, transposed convolution or linear
     layer before it ("previous"), into the unpadded convolution or linear layer after it ("next"), or becomes one
     grouped 1x1 convolution or linear map ("pointwise"): where a ReLU or an addition lies between, where a neighbour is
-    used more than once, is parametrized, or is watched by a hook. A folded layer leaves an `nn.Identity` in its place.
-    Weights that were shared with another layer are not shared any more where something was folded into one of them.
+    used more than once, shares its weights, is parametrized, or is watched by a hook. A folded layer leaves an
+    `nn.Identity` in its place.
 
     Which layers are neighbours is found by tracing with torch.fx, or, with `example_inputs`, by following one run of
     the model: for models whose forward torch.fx cannot trace. Then what is found holds for the path of that run.
