@@ -221,16 +221,7 @@ def test_vgg_and_resnet_hold_the_layers_of_the_network_without_norms(network):
 
 @pytest.mark.parametrize("name", third_party.MODELS)
 def test_third_party_model_folds_after_a_training_step(name):
-    model, x = third_party.build(name)
-    convert_batchnorm(model)
-    for layer in norms_of(model):
-        # MobileNetV2's and EfficientNet's 0.99 and more would leave the statistics of this one small batch, from which
-        # fp32 itself computes two digits only.
-        layer.momentum = 0.1
-    model.train()
-    logits(model, x).square().mean().backward()
-    torch.optim.SGD(model.parameters(), 0.01).step()
-    model.eval()
+    model, x = third_party.converted_and_trained(name)
     example = x if name in third_party.NOT_TRACEABLE else None
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.float64, 1e-10)):
         model, x = model.to(dtype), x.to(dtype)

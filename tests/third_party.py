@@ -5,6 +5,9 @@ import os
 import torch
 from torch import nn
 
+import iternorm
+from iternorm.modules import WhiteningNorm
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
@@ -84,6 +87,22 @@ def build(name):
                 layer.momentum = layer.__dict__.pop("original_momentum")
                 layer.weight.uniform_(0.5, 1.5)
                 layer.bias.normal_(0, 0.2)
+    return model.eval(), x
+
+
+def converted_and_trained(name):
+    """The model with IterNorm after one training step, in eval mode, and a batch."""
+    model, x = build(name)
+    iternorm.convert_batchnorm(model)
+    for layer in model.modules():
+        if isinstance(layer, WhiteningNorm):
+            # MobileNetV2's and EfficientNet's 0.99 and more would leave the statistics of this one small batch, and
+            # MobileNetV2's linear bottlenecks make them of low rank: from those fp32 itself computes two digits only.
+            layer.momentum = 0.1
+    model.train()
+    logits(model, x).square().mean().backward()
+    torch.optim.SGD(model.parameters(), 0.01).step()
+    model.zero_grad()
     return model.eval(), x
 
 
