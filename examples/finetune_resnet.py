@@ -55,7 +55,7 @@ def pretrained(images, labels, steps: int) -> ResNetForImageClassification:
         "depths": [1] * 4,
         "num_labels": 10,
     }
-    model = ResNetForImageClassification(ResNetConfig(**size))
+    model = ResNetForImageClassification(ResNetConfig(embedding_size=32, **size))
     train(model, images, labels, steps, lr=0.05)
     return model
 
