@@ -55,3 +55,13 @@ def test_fold_and_export(tmp_path):
     assert re.search(r"1 +previous +0\n4 +previous +3\n8 +next +9\n", output)
     assert float(re.search(r"in torch: (\S+)", output).group(1)) < 1e-4
     assert [path.name for path in tmp_path.iterdir()] == ["digits.onnx"]
+
+
+def test_the_guide(capsys):
+    text = (EXAMPLES.parent / "docs" / "using.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) >= 7
+    namespace = {}
+    for block in blocks:
+        exec(block, namespace)
+    assert "previous" in capsys.readouterr().out

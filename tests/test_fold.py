@@ -345,6 +345,22 @@ def test_parametrized_and_overridden_neighbours_are_left():
         check(settled(Wired(chain, conv=conv)), x, ["pointwise"])
 
 
+def test_a_layer_that_is_also_used_where_tracing_does_not_look():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.norm = IterNorm1d(4)
+            # torch.fx takes layers of torch.nn as one, with what is inside.
+            self.encoder = nn.TransformerEncoderLayer(4, 2, 4, batch_first=True)
+            self.encoder.linear1 = self.linear
+
+        def forward(self, x):
+            return self.encoder(self.norm(self.linear(x)).unsqueeze(1))
+
+    check(settled(Model()), torch.randn(3, 4, dtype=torch.float64), ["pointwise"])
+
+
 def test_tied_weights_stay_tied():
     model = Wired(lambda m, x: m.other(m.norm(m.conv(x)).relu()), other=nn.Conv2d(4, 4, 3))
     model.other.weight = model.conv.weight
