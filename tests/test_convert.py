@@ -261,7 +261,11 @@ def test_a_batchnorm_with_an_activation_keeps_it(training):
     # The original's checkpoint loads, and the whole pickles.
     model.load_state_dict(original.state_dict())
     pickle.loads(pickle.dumps(model))
-    back = convert_to_batchnorm(model.eval())
+    # Synchronized, it keeps them too.
+    iternorm.convert_sync_iternorm(model.eval())
+    assert isinstance(model[1], SyncIterNorm)
+    torch.testing.assert_close(model(x), original.eval()(x))
+    back = convert_to_batchnorm(model)
     assert type(back[1]) is BatchNormAct2d
     torch.testing.assert_close(back(x), original.eval()(x))
 

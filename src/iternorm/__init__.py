@@ -2,7 +2,7 @@
 
 from iternorm import functional, reference, solvers
 from iternorm.calibrate import freeze, recalibrate, unfreeze
-from iternorm.convert import ConversionReport, convert_batchnorm, convert_to_batchnorm
+from iternorm.convert import ConversionReport, convert_batchnorm, convert_sync_iternorm, convert_to_batchnorm
 from iternorm.features import DecorrelatedLinear, decorrelate_features
 from iternorm.fold import Folded, FoldTable, fold
 from iternorm.fold_layers import (
@@ -21,7 +21,7 @@ from iternorm.modules import (
     IterNorm2d,
     IterNorm3d,
 )
-from iternorm.sync import SyncIterNorm, convert_sync_iternorm
+from iternorm.sync import SyncIterNorm
 
 __version__ = "0.1.0"
 

@@ -1,17 +1,17 @@
 """A model with BatchNorm -> the same model with IterNorm, and back; and IterNorm before the last linear layer."""
 
-import copy
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from iternorm import groups, plain, replace
+from iternorm.followed import FOLLOWED, Followed, applies_children
 from iternorm.modules import IterNorm1d, IterNorm2d, IterNorm3d, WhiteningNorm, _Rank1d, _Rank2d, _Rank3d
 from iternorm.sync import SyncIterNorm
 
@@ -28,7 +28,6 @@ _TO_BATCHNORM: dict[type[nn.Module], type] = {
     _Rank3d: nn.BatchNorm3d,
     SyncIterNorm: nn.SyncBatchNorm,
 }
-_PROBE_SHAPES = {nn.BatchNorm1d: (3, 2), nn.BatchNorm2d: (3, 2, 2), nn.BatchNorm3d: (3, 2, 2, 2)}
 
 
 @dataclass
@@ -41,34 +40,6 @@ class ConversionReport:
     def __str__(self) -> str:
         rows = [("converted", *row) for row in self.converted] + [("skipped", *row) for row in self.skipped]
         return "\n".join(f"{kind:<9}  {name or '(the model)'}: {text}" for kind, name, text in rows)
-
-
-class _Followed(WhiteningNorm):
-    """A normalization followed by the modules that the layer it came from applied, kept under their own names."""
-
-    followers: tuple[str, ...]
-    batchnorm_class: type
-
-    def forward(self, input: Tensor) -> Tensor:
-        output = super().forward(input)
-        for name in self.followers:
-            output = getattr(self, name)(output)
-        return output
-
-
-class FollowedIterNorm1d(_Followed, IterNorm1d):
-    """IterNorm1d, then the modules of the BatchNorm subclass it replaces (an activation, say)."""
-
-
-class FollowedIterNorm2d(_Followed, IterNorm2d):
-    """IterNorm2d, then the modules of the BatchNorm subclass it replaces (an activation, say)."""
-
-
-class FollowedIterNorm3d(_Followed, IterNorm3d):
-    """IterNorm3d, then the modules of the BatchNorm subclass it replaces (an activation, say)."""
-
-
-_FOLLOWED = {IterNorm1d: FollowedIterNorm1d, IterNorm2d: FollowedIterNorm2d, IterNorm3d: FollowedIterNorm3d}
 
 
 def convert_batchnorm(
@@ -166,7 +137,7 @@ def _obstacle(layer: Any) -> str | None:
     base = _base(layer)
     if base is None:
         return "is derived from _BatchNorm directly, so the rank of its input is not known; replace it by hand"
-    if type(layer).forward is not base.forward and not _applies_children(layer, base):
+    if type(layer).forward is not base.forward and not applies_children(layer, base):
         return "has a forward of its own, which is not a BatchNorm followed by its child modules; replace it by hand"
     return None
 
@@ -175,43 +146,11 @@ def _base(layer: nn.Module) -> Any:
     return next((base for base in _TO_ITERNORM if isinstance(layer, base)), None)
 
 
-def _applies_children(layer: Any, base: Any) -> bool:
-    """Whether a layer is its base class and then its children in order: tried on a copy, in eval and in training."""
-    if base not in _PROBE_SHAPES or (layer.running_mean is not None and layer.running_mean.is_meta):
-        return False
-    probe = copy.deepcopy(layer)
-    # Hooks may change the output, and are no part of what the class does.
-    probe._forward_hooks.clear()
-    probe._forward_pre_hooks.clear()
-    reference = copy.deepcopy(probe)
-    like = next((t for t in (layer.weight, layer.running_mean) if t is not None), torch.empty(0))
-    devices = [like.device] if like.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad():
-        shape = _PROBE_SHAPES[base]
-        x = torch.randn(shape[0], layer.num_features, *shape[1:], dtype=like.dtype, device=like.device)
-        for mode in (False, True):
-            results = []
-            for module, own in ((probe, True), (reference, False)):
-                module.train(mode)
-                torch.manual_seed(0)
-                try:
-                    y = module(x.clone()) if own else base.forward(module, x.clone())
-                    for child in () if own else module.children():
-                        y = child(y)
-                except Exception:
-                    # What else it may need is not known here: it is none of the layers that can be converted.
-                    return False
-                results.append(y)
-            if not isinstance(results[0], Tensor) or not torch.equal(*results):
-                return False
-    return True
-
-
 def _to_iternorm(layer: Any, words: dict[str, Any]) -> nn.Module:
     base = _base(layer)
     target = _TO_ITERNORM[base]
     follows = type(layer).forward is not base.forward
-    target = _FOLLOWED[target] if follows else target
+    target = FOLLOWED[target] if follows else target
     tracked = layer.running_mean is not None
     args: list[Any] = [layer.num_features, layer.eps, layer.momentum, layer.affine, tracked]
     new = target(*args, *([layer.process_group] if base is nn.SyncBatchNorm else []), device="meta", **words)
@@ -269,7 +208,7 @@ def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
     tracked = layer.running_mean is not None
     args: list[Any] = [layer.num_features, layer.eps, layer.momentum, layer.affine, tracked]
     new: Any = base(*args, *([layer.process_group] if base is nn.SyncBatchNorm else []), device="meta")
-    if isinstance(whitening, _Followed):
+    if isinstance(whitening, Followed):
         new.__class__ = whitening.batchnorm_class
     whitening_words = ("group_size", "num_iters", "running", "impl", "solver", "followers", "batchnorm_class")
     matrices = ("running_whitening", "running_covariance")
@@ -284,3 +223,53 @@ def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
             diagonal = (scale**-2 - layer.eps).clamp(min=0).to(matrix.dtype)
         new.running_var = diagonal.clone()
     return new
+
+
+def convert_sync_iternorm(module: nn.Module, process_group: Any = None) -> nn.Module:
+    """Replace every IterNorm1d/2d/3d by a SyncIterNorm with the same parameters and buffers.
+
+    As `torch.nn.SyncBatchNorm.convert_sync_batchnorm`: children are replaced in place and the module is returned (a
+    new one where it is itself an IterNorm). Layers that are synchronized already take the new process group.
+    DecorrelatedBatchNorm layers have no synchronized form: they are left as they are, with a warning that names them.
+
+    Args:
+        module: the model.
+        process_group: the processes to synchronize over; None is all of them.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), IterNorm2d(8))
+        >>> convert_sync_iternorm(model)[1]
+        SyncIterNorm(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, group_size=64, num_iters=5, \
+running='whitening')
+    """
+    replacements: dict[nn.Module, nn.Module] = {}
+    left = []
+    for name, layer in module.named_modules():
+        if isinstance(layer, (IterNorm1d, IterNorm2d, IterNorm3d)):
+            replacements[layer] = _synchronized(layer, process_group)
+        elif isinstance(layer, WhiteningNorm) and not isinstance(layer, SyncIterNorm):
+            left.append(replace.named(name, layer))
+    if left:
+        warnings.warn(f"these layers have no synchronized form and stay as they are: {', '.join(left)}", stacklevel=2)
+    for layer in module.modules():
+        if isinstance(layer, SyncIterNorm):
+            layer.process_group = process_group
+    return replace.replace_modules(module, replacements)
+
+
+def _synchronized(layer: Any, process_group: Any) -> SyncIterNorm:
+    impl = "auto" if layer.impl == "reference" else layer.impl
+    words = {"group_size": layer.group_size, "num_iters": layer.num_iters, "running": layer.running, "impl": impl}
+    kind = FOLLOWED[SyncIterNorm] if isinstance(layer, Followed) else SyncIterNorm
+    result = kind(
+        layer.num_features,
+        layer.eps,
+        layer.momentum,
+        layer.affine,
+        layer.track_running_stats,
+        process_group,
+        device="meta",
+        **words,
+    )
+    replace.carry(layer, result)
+    return result

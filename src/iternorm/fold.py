@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from iternorm import dataflow, fold_layers, replace
-from iternorm.convert import _Followed
 from iternorm.features import DecorrelatedLinear
+from iternorm.followed import Followed
 from iternorm.modules import WhiteningNorm, _Rank2d, _Rank3d
 
 
@@ -131,7 +131,7 @@ def _reason_against(
     how: str, norm: Any, layer: Any, matrix: Tensor, flow: dataflow.Flow, max_growth: float
 ) -> str | None:
     """Why a norm does not go into a neighbour; None where it does."""
-    if how == "next" and isinstance(norm, _Followed):
+    if how == "next" and isinstance(norm, Followed):
         return "an activation lies between"
     if isinstance(layer, nn.Linear):
         dimensions = flow.dimensions[norm]
@@ -160,7 +160,7 @@ def _width(layer: Any, how: str) -> int:
 
 def _in_place_of(norm: WhiteningNorm, layer: nn.Module) -> nn.Module:
     """What stands where the norm stood: the layer, the modules that followed the norm inside it, and its hooks."""
-    if isinstance(norm, _Followed):
+    if isinstance(norm, Followed):
         kept = [(name, norm.get_submodule(name)) for name in norm.followers]
         layer = nn.Sequential(OrderedDict([("map", layer), *kept]))
     replace.carry_hooks(norm, layer)

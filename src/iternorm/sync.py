@@ -4,14 +4,13 @@ The statistics are exchanged inside `iternorm.ops` by `iternorm.collective`: one
 """
 
 import copy
-import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from iternorm import collective, replace
-from iternorm.modules import IterNorm1d, IterNorm2d, IterNorm3d, WhiteningNorm, _IterNorm
+from iternorm import collective
+from iternorm.modules import _IterNorm
 
 
 class SyncIterNorm(_IterNorm):
@@ -102,54 +101,3 @@ class SyncIterNorm(_IterNorm):
         memo[id(self)] = duplicate
         duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return duplicate
-
-
-def convert_sync_iternorm(module: nn.Module, process_group: Any = None) -> nn.Module:
-    """Replace every IterNorm1d/2d/3d by a SyncIterNorm with the same parameters and buffers.
-
-    As `torch.nn.SyncBatchNorm.convert_sync_batchnorm`: children are replaced in place and the module is returned (a
-    new one where it is itself an IterNorm). Layers that are synchronized already take the new process group.
-    DecorrelatedBatchNorm layers have no synchronized form: they are left as they are, with a warning that names them.
-
-    Args:
-        module: the model.
-        process_group: the processes to synchronize over; None is all of them.
-
-    Example:
-        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), IterNorm2d(8))
-        >>> convert_sync_iternorm(model)[1]
-        SyncIterNorm(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, group_size=64, num_iters=5, \
-running='whitening')
-    """
-    replacements: dict[nn.Module, nn.Module] = {}
-    left = []
-    for name, layer in module.named_modules():
-        if isinstance(layer, SyncIterNorm):
-            continue
-        if type(layer) in (IterNorm1d, IterNorm2d, IterNorm3d):
-            replacements[layer] = _synchronized(layer, process_group)
-        elif isinstance(layer, WhiteningNorm):
-            left.append(f"{name or 'the model itself'} ({type(layer).__name__})")
-    if left:
-        warnings.warn(f"these layers have no synchronized form and stay as they are: {', '.join(left)}", stacklevel=2)
-    for layer in module.modules():
-        if isinstance(layer, SyncIterNorm):
-            layer.process_group = process_group
-    return replace.replace_modules(module, replacements)
-
-
-def _synchronized(layer: Any, process_group: Any) -> SyncIterNorm:
-    impl = "auto" if layer.impl == "reference" else layer.impl
-    words = {"group_size": layer.group_size, "num_iters": layer.num_iters, "running": layer.running, "impl": impl}
-    result = SyncIterNorm(
-        layer.num_features,
-        layer.eps,
-        layer.momentum,
-        layer.affine,
-        layer.track_running_stats,
-        process_group,
-        device="meta",
-        **words,
-    )
-    replace.carry(layer, result)
-    return result
