@@ -44,6 +44,9 @@ CASES = {
 }
 
 
+COMPILED = ("ragged groups", "empty rank")
+
+
 def batches(case: Case):
     """For each step the inputs of all ranks concatenated, and the gradients of their outputs."""
     generator = torch.Generator().manual_seed(7)
@@ -120,8 +123,9 @@ def everything(rank: int, size: int) -> dict:
         layer = prepared(iternorm.SyncIterNorm(case.shape[0], dtype=case.dtype, **case.words))
         results[name] = run_steps(layer, own(case, rank))
 
+    for name in COMPILED:
+        results["compiled", name] = compiled(CASES[name], rank)
     case = CASES["ragged groups"]
-    results["compiled"] = compiled(case, rank)
     results["collectives"] = collectives(case, rank)
 
     # Ranks 0 and 1 are one group, rank 2 is alone in another.

@@ -98,8 +98,9 @@ def test_ranks_equal_one_process_on_the_concatenated_batch(ranks, name):
     assert_equal_to_one_process([rank[name] for rank in ranks], CASES[name])
 
 
-def test_full_graph_compile_equals_one_process(ranks):
-    assert_equal_to_one_process([rank["compiled"] for rank in ranks], CASES["ragged groups"])
+@pytest.mark.parametrize("name", sync_ranks.COMPILED)
+def test_full_graph_compile_equals_one_process(ranks, name):
+    assert_equal_to_one_process([rank["compiled", name] for rank in ranks], CASES[name])
 
 
 def test_subgroups_synchronize_among_themselves(ranks):
@@ -188,7 +189,7 @@ def test_merged_moments_keep_what_sums_about_zero_lose():
     torch.testing.assert_close(mean.double(), torch.cat(pieces).double().mean(0), rtol=1e-6, atol=0)
     torch.testing.assert_close(covariance[0].double(), exact, rtol=0, atol=1e-5)
     sums = sum(p.T @ p for p in pieces) / num_samples - torch.outer(mean, mean)
-    assert (sums.double() - exact).abs().max() > 1e-2
+    assert (sums.double() - exact).abs().max() > 0.1
 
 
 def test_convert_sync_iternorm_carries_everything_and_keeps_sharing():

@@ -47,8 +47,8 @@ def global_moments(num_samples: int, mean: Tensor, covariance: Tensor, group: Gr
 
     Gathered and merged, rather than one all-reduce of sums: sums keep their accuracy only about a pilot near the mean
     that all ranks share. The running mean is none in the first steps, and agreeing on another is a second collective.
-    With a mean of 1000 deviations in fp32 the sums about zero give a covariance off by 6e-2 of the variance, merged
-    moments by 1e-6 (tests/test_sync.py). An empty rank joins with a count of 0.
+    With a mean of 1000 deviations in fp32, sums about zero give a covariance off by more than the variance itself,
+    merged moments by 2e-6 of it (tests/test_sync.py). An empty rank joins with a count of 0.
     """
     count = torch.full((1,), num_samples, dtype=mean.dtype, device=mean.device)
     packed = torch.cat([count, mean, covariance.flatten()])

@@ -166,7 +166,8 @@ def _batch_moments(x: Tensor, group_size: int, process_group: collective.Group |
 
 def _batch_cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     if _is_empty(x):
-        return torch.zeros_like(mean), _matrices_like(x, group_size, mean.dtype).zero_()
+        # Zeros made of the gradient: a compiler would move a collective of constants into the forward.
+        return plain.as_planes(grad).sum((0, 2)).to(mean.dtype), _matrices_like(x, group_size, mean.dtype).zero_()
     return _call(_cross_moments_op, grad, x, mean, group_size)
 
 

@@ -83,7 +83,9 @@ class SyncIterNorm(_IterNorm):
         """Collectives of different sizes hang or mix up memory, so the ranks compare what decides the size, once."""
         size = self.num_features if self.group_size is None else self.group_size
         double = int(input.dtype == torch.float64)
-        own = (input.shape[1], self.num_features, size, self.num_iters, double)
+        # The layer's own number where they agree: under `torch.compile` the input's may be a symbol.
+        channels = self.num_features if input.shape[1] == self.num_features else input.shape[1]
+        own = (channels, self.num_features, size, self.num_iters, double)
         every = collective.gather_integers(own, group, input.device)
         names = ("the channel count of the input", "num_features", "group_size", "num_iters", "fp64 input (1) or not")
         for name, values in zip(names, zip(*every, strict=True), strict=True):
