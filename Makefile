@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-gpu check format bench clean
+.PHONY: help setup demo test test-gpu check format bench bench-gpu clean
 
 help:
 	@echo "make demo      train the paper's MLP on handwritten digits with four normalizations and write a report"
@@ -12,6 +12,7 @@ help:
 	@echo "make check     lint, formatting and types"
 	@echo "make test-gpu  run the tests that need a CUDA device, from the tree, with the system's torch"
 	@echo "make bench     time the layers on this machine's CPU"
+	@echo "make bench-gpu time the layers and a training step on a CUDA device, from the tree, with the system's torch"
 	@echo "make format    rewrite the code in the project's format"
 
 $(STAMP): pyproject.toml
@@ -41,6 +42,9 @@ format: setup
 
 bench: setup
 	$(BIN)/iternorm bench
+
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) benchmarks/run.py --device cuda
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist iternorm-demo

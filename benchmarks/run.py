@@ -5,9 +5,25 @@ PYTHONPATH=src python benchmarks/run.py --device cuda --json results.json
 
 import argparse
 import json
+import sys
+import time
 from pathlib import Path
 
 from iternorm import bench
+from iternorm.analysis.report import write_text_atomically
+
+
+def cpu_lines(result: dict) -> list[str]:
+    lines = []
+    for case in result["cases"]:
+        layout = "channels_last" if case["channels_last"] else "contiguous"
+        lines.append(f"{'x'.join(map(str, case['shape']))} {case['dtype']} {layout}")
+        lines += [
+            f"  {row['name']:20s} {row['median_ms']:9.3f} ms  {row['ratio_to_convolution']:6.2f} conv  "
+            f"{row['ratio_to_batch_norm']:6.2f} BN  extra memory {row['extra_activations']:.2f}"
+            for row in case["rivals"]
+        ]
+    return lines + bench.notes(result)
 
 
 def main() -> None:
@@ -15,24 +31,30 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--rounds", type=int, default=15, help="timings of each layer")
     parser.add_argument("--threads", type=int, help="CPU threads; torch's own number unless given")
+    parser.add_argument("--quick", action="store_true", help="on cuda: two activations and few rounds, about a minute")
     parser.add_argument("--json", type=Path, help="write all timings to this file")
+    parser.add_argument("--commit", help="of the source, where it is no git checkout")
     arguments = parser.parse_args()
     try:
-        result = bench.run(device=arguments.device, rounds=arguments.rounds, threads=arguments.threads)
+        bench.check_arguments(arguments.device, arguments.rounds, arguments.threads, arguments.quick)
     except ValueError as error:
         parser.error(str(error))
-    for case in result["cases"]:
-        print(
-            "x".join(map(str, case["shape"])), case["dtype"], "channels_last" if case["channels_last"] else "contiguous"
-        )
-        for row in case["rivals"]:
-            print(
-                f"  {row['name']:20s} {row['median_ms']:9.3f} ms  {row['ratio_to_convolution']:6.2f} conv  "
-                f"{row['ratio_to_batch_norm']:6.2f} BN  extra memory {row['extra_activations']:.2f}"
-            )
-    print("\n".join(bench.notes(result)))
+    start = time.perf_counter()
+    if arguments.device == "cuda":
+
+        def progress(part: str) -> None:
+            print(f"{time.perf_counter() - start:6.1f} s  {part}", file=sys.stderr, flush=True)
+
+        result = bench.cuda.run(rounds=arguments.rounds, quick=arguments.quick, progress=progress)
+        lines = bench.cuda.lines(result)
+    else:
+        result = bench.run(rounds=arguments.rounds, threads=arguments.threads)
+        lines = cpu_lines(result)
+    if result["provenance"]["commit"] is None:
+        result["provenance"]["commit"] = arguments.commit
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_text_atomically(arguments.json, json.dumps(result, indent=1) + "\n")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def correlated(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         channels**0.5
     )
     mean = torch.randn(channels, dtype=torch.float64).view(1, -1, *(1,) * (len(shape) - 2))
-    return (torch.einsum("ij,nj...->ni...", mixing, x) + mean).to(dtype)
+    return (torch.einsum("ij,nj...->ni...", mixing, x) + mean).to(dtype).contiguous()
 
 
 def samples_of(x: Tensor) -> Tensor:

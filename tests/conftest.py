@@ -1,7 +1,16 @@
 """Fixtures that all tests share, and one of their own for every test: the same random numbers in any order."""
 
+import os
+
+# Inductor's pool of compiler processes outlives the tests and keeps their output open.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import pytest
 import torch
+
+# Without a GPU the Triton kernels are tested in Triton's interpreter. It must be chosen before they are defined.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -69,9 +69,28 @@ def test_bench_prints_a_table_and_writes_json(invoke, tiny_bench, tmp_path):
     assert len(written["cases"][0]["rivals"][0]["samples_ms"]) == 2
 
 
+def test_bench_on_cuda_prints_the_gpus_tables_and_writes_json(invoke, monkeypatch, tmp_path):
+    asked = []
+
+    def run(**arguments):
+        arguments.pop("progress")("a part")
+        asked.append(arguments)
+        return {"cases": []}
+
+    monkeypatch.setattr(bench, "check_arguments", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(bench.cuda, "run", run)
+    monkeypatch.setattr(bench.cuda, "lines", lambda result: ["[bold]one", "two " * 40])
+    result = invoke("bench", "--device", "cuda", "--rounds", 7, "--quick", "--json", tmp_path / "new" / "gpu.json")
+    assert result.exit_code == 0, result.output
+    assert asked == [("cuda", 7, None, True), {"rounds": 7, "quick": True}]
+    assert result.stdout.startswith("[bold]one\n" + "two " * 40)
+    assert json.loads((tmp_path / "new" / "gpu.json").read_text()) == {"cases": []}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["bench", "--quick"], "error: quick=True is for device='cuda'; on a CPU use fewer rounds\n"),
         (["demo", "--epochs", "0"], "error: epochs=0 trains nothing: use 1 or more\n"),
         (["demo", "--seed", "-1"], "error: seed=-1 is negative: use 0 or more\n"),
         (["bench", "--rounds", "0"], "error: rounds=0 times nothing: use 1 or more\n"),

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from checks import correlated, peak_bytes, relative_error
 from torch.autograd import gradcheck, gradgradcheck
 
 import iternorm
+from checks import correlated, peak_bytes, relative_error
 from iternorm import functional, reference
 
 SOLVERS = ("newton", "zca", "pca", "cholesky")
@@ -131,7 +131,7 @@ def test_gradients_do_not_depend_on_the_memory_format_of_dy():
         results = []
         for x_format in (torch.contiguous_format, torch.channels_last):
             for grad_format in (None, torch.contiguous_format, torch.channels_last):
-                leaf = x.contiguous(memory_format=x_format).requires_grad_()
+                leaf = x.clone(memory_format=x_format).requires_grad_()
                 given = grad if grad_format is None else grad.contiguous(memory_format=grad_format)
                 functional.iter_norm(leaf, training=True, group_size=4).backward(given)
                 assert leaf.grad.is_contiguous(memory_format=x_format)
@@ -152,16 +152,23 @@ def test_half_precision_gradients_are_rounded_once(dtype):
     assert relative_error(*results) < torch.finfo(dtype).eps / 2
 
 
-def test_gradients_under_a_large_mean():
-    # What a mean of 1000 deviations costs in fp32 is of the order of rounding x itself, 6e-5 of a deviation.
-    x = (torch.randn(32, 16, 16, 16) + 1000).contiguous()
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_gradients_under_a_large_mean(channels_last):
+    # What a mean of 1000 deviations costs in fp32 is of the order of rounding x itself, 6e-5 of a deviation. The
+    # gradient for the weight is a sum over samples that cancels: it is measured against the sum without cancellation.
+    x = torch.randn(64, 16, 24, 24) + 1000
     grad = torch.randn_like(x) + 1
+    if channels_last:
+        x, grad = (t.to(memory_format=torch.channels_last) for t in (x, grad))
     results = []
     for dtype in (torch.float32, torch.float64):
-        leaf = x.to(dtype, copy=True).requires_grad_()
-        functional.iter_norm(leaf, training=True, group_size=16).backward(grad.to(dtype))
-        results.append(leaf.grad)
-    assert relative_error(*results) < 1e-3
+        leaf, weight = x.to(dtype, copy=True).requires_grad_(), torch.ones(16, dtype=dtype, requires_grad=True)
+        y = functional.iter_norm(leaf, weight=weight, training=True, group_size=16)
+        y.backward(grad.to(dtype))
+        results.append((leaf.grad, weight.grad, y.detach()))
+    assert relative_error(results[0][0], results[1][0]) < 2e-4
+    uncancelled = (grad.abs() * results[1][2].abs()).sum((0, 2, 3))
+    assert ((results[0][1] - results[1][1]).abs() / uncancelled).max() < 2e-4
 
 
 def saved_by(layer, x):

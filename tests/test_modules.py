@@ -4,10 +4,10 @@ import inspect
 
 import pytest
 import torch
-from checks import assert_same_state, correlated, covariance_of, relative_error, state_of
 from torch import nn
 
 import iternorm
+from checks import assert_same_state, correlated, covariance_of, relative_error, state_of
 from iternorm import DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, IterNorm3d, functional, groups, reference
 
 LAYERS = [
@@ -178,7 +178,9 @@ def test_tracking_switched_off_later_is_as_in_batch_norm():
     before = state_of(layer)
     layer(x)
     assert_same_state(layer, before)
-    torch.testing.assert_close(layer.eval()(x), functional.apply(x, layer.running_whitening, layer.running_mean, None, None, 4))
+    torch.testing.assert_close(
+        layer.eval()(x), functional.apply(x, layer.running_whitening, layer.running_mean, None, None, 4)
+    )
 
 
 @pytest.mark.parametrize("affine", [True, False])

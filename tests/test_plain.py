@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from checks import correlated, peak_bytes, relative_error
 
+from checks import correlated, peak_bytes, relative_error
 from iternorm import groups, plain
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

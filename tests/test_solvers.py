@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-from checks import covariance_with, relative_error
 
+from checks import covariance_with, relative_error
 from iternorm import reference, solvers
 
 EXACT = ("zca", "pca", "cholesky")
 
 
 def solve(solver, covariance, num_iters=5):
-    return (
-        solvers.newton(covariance, num_iters) if solver == "newton" else getattr(solvers, solver)(covariance)
-    )
+    return solvers.newton(covariance, num_iters) if solver == "newton" else getattr(solvers, solver)(covariance)
 
 
 def symmetric(matrix):

@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from checks import assert_same_state, correlated, relative_error, state_of
 from torch import nn
 
+from checks import assert_same_state, correlated, relative_error, state_of
 from iternorm import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, IterNorm3d
 from iternorm.modules import StateDictError
 
@@ -23,13 +23,12 @@ def trained_batch_norm(channels=10, kind=nn.BatchNorm2d, shape=(3, 3), **kwargs)
 def authors_state(channels, block):
     """The keys and shapes of the authors' 2019 layer, with random values."""
     groups = channels // block
-    state = {
+    return {
         "weight": torch.randn(1, channels, 1, 1),
         "bias": torch.randn(1, channels, 1, 1),
         "running_mean": torch.randn(groups, block, 1),
         "running_wm": torch.randn(groups, block, block),
     }
-    return state
 
 
 @pytest.mark.parametrize("group_size", [1, 4, 5, 10, None])
@@ -93,7 +92,8 @@ def expected_blocks(state, x):
 
 
 @pytest.mark.parametrize(
-    ("channels", "block", "group_size"), [(160, 32, 32), (160, 32, 64), (64, 32, 64), (12, 4, None), (8, 1, 3), (6, 6, 64)]
+    ("channels", "block", "group_size"),
+    [(160, 32, 32), (160, 32, 64), (64, 32, 64), (12, 4, None), (8, 1, 3), (6, 6, 64)],
 )
 def test_the_authors_checkpoint(channels, block, group_size):
     state = authors_state(channels, block)

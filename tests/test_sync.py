@@ -221,6 +221,7 @@ def test_convert_sync_iternorm_names_what_it_leaves():
         iternorm.convert_sync_iternorm(model)
 
 
-def test_the_reference_does_not_synchronize():
-    with pytest.raises(ValueError, match="does not synchronize"):
-        iternorm.SyncIterNorm(4, impl="reference")
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_an_implementation_that_does_not_synchronize_raises(impl):
+    with pytest.raises(ValueError, match=f'impl="{impl}" does not synchronize'):
+        iternorm.SyncIterNorm(4, impl=impl)

@@ -125,24 +125,35 @@ def bench(
         Path | None, typer.Option(dir_okay=False, help="Write every timing and the provenance to this file.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; torch's own number unless given.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="On cuda: few layers and rounds, about a minute.")] = False,
 ) -> None:
     """Time the layers, forward and backward, against a convolution, BatchNorm and the authors' formulation."""
     from iternorm import bench as benchmark
 
-    benchmark.check_arguments(device, rounds, threads)
+    benchmark.check_arguments(device, rounds, threads, quick)
     with _progress() as progress:
-        task = progress.add_task("timing", total=benchmark.count_timings(rounds=rounds))
-        result = benchmark.run(
-            device=device, rounds=rounds, threads=threads, progress=lambda: progress.update(task, advance=1)
-        )
-    for case in result["cases"]:
-        console.print(benchmark.table(case))
-    for line in benchmark.notes(result):
-        console.print(line, highlight=False)
+        if device == "cuda":
+            task = progress.add_task("timing", total=benchmark.cuda.count_parts(quick))
+
+            def done(part: str) -> None:
+                progress.update(task, advance=1, description=part)
+
+            result = benchmark.cuda.run(rounds=rounds, quick=quick, progress=done)
+        else:
+            task = progress.add_task("timing", total=benchmark.count_timings(rounds=rounds))
+            result = benchmark.run(rounds=rounds, threads=threads, progress=lambda: progress.update(task, advance=1))
     if json is not None:
         from json import dumps
 
         from iternorm.analysis.report import write_text_atomically
 
-        written = write_text_atomically(json, dumps(result, indent=1) + "\n")
-        console.print(f"Written: {written}", highlight=False, soft_wrap=True)
+        json = write_text_atomically(json, dumps(result, indent=1) + "\n")
+    if device == "cuda":
+        console.print("\n".join(benchmark.cuda.lines(result)), highlight=False, markup=False, soft_wrap=True)
+    else:
+        for case in result["cases"]:
+            console.print(benchmark.table(case))
+        for line in benchmark.notes(result):
+            console.print(line, highlight=False)
+    if json is not None:
+        console.print(f"Written: {json}", highlight=False, soft_wrap=True)

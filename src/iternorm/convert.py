@@ -258,7 +258,7 @@ running='whitening')
 
 
 def _synchronized(layer: Any, process_group: Any) -> SyncIterNorm:
-    impl = "auto" if layer.impl == "reference" else layer.impl
+    impl = "torch" if layer.impl == "torch" else "auto"
     words = {"group_size": layer.group_size, "num_iters": layer.num_iters, "running": layer.running, "impl": impl}
     kind = FOLLOWED[SyncIterNorm] if isinstance(layer, Followed) else SyncIterNorm
     result = kind(

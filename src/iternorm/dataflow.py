@@ -193,6 +193,8 @@ class _Recorder(TorchDispatchMode):
     def enter(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         self.stack.append(layer)
         self.inputs.append(args[0] if args else None)
+        # A kernel of our own takes its input without an operation that could be seen.
+        self.use(args)
 
     def leave(self, layer: nn.Module, args: Any, output: Any) -> None:
         self.calls.append((self.stack.pop(), self.inputs.pop(), output))

@@ -1,7 +1,8 @@
 """Public functions: check the arguments, choose the implementation, nothing else.
 
-The signatures follow `torch.nn.functional.batch_norm`. ``impl="auto"`` takes the fast torch path on every device;
-``impl="reference"`` is the paper written plainly. An implementation that is named and cannot run raises.
+The signatures follow `torch.nn.functional.batch_norm`. ``impl="auto"`` takes the Triton kernels for Newton's iteration
+on CUDA tensors in half, bfloat16 or single precision with groups of up to 128 channels, and the torch path for the
+rest; ``impl="reference"`` is the paper written plainly. An implementation that is named and cannot run raises.
 """
 
 import torch
@@ -131,13 +132,12 @@ def _normalize(
     solver: str,
     num_iters: int,
     impl: str,
-    process_group: collective.Group | None = None,
 ) -> Tensor:
     check_input(x)
     check_group_size(group_size)
     check_eps(eps)
     check_momentum(momentum)
-    impl = choose_impl(impl)
+    check_impl(impl)
     num_features = x.shape[1]
     size = groups.effective_size(num_features, group_size)
     matrix_shape = (groups.num_groups(num_features, group_size), size, size)
@@ -159,30 +159,60 @@ def _normalize(
     if (running_mean is None) != (running_matrix is None):
         raise ValueError("running_mean and running_whitening (or running_covariance) go together; give both or neither")
 
-    if not training:
-        if running_mean is None or running_matrix is None:
-            raise ValueError("training=False needs running_mean and running_whitening; give them, or training=True")
+    if not training and running_mean is None:
+        raise ValueError("training=False needs running_mean and running_whitening; give them, or training=True")
+    if momentum is None and training and running_mean is not None and num_batches_tracked is None:
+        raise ValueError("momentum=None is the cumulative average and needs num_batches_tracked; give it, or a number")
+    statistics = None
+    if running_mean is not None and running_matrix is not None:
+        statistics = ops.Running(
+            running_mean, running_matrix, num_batches_tracked, momentum, running_covariance is not None
+        )
+    return normalize(x, statistics, weight, bias, training, eps, size, solver, num_iters, impl)
+
+
+def normalize(
+    x: Tensor,
+    statistics: ops.Running | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    eps: float,
+    group_size: int,
+    solver: str,
+    num_iters: int,
+    impl: str,
+    process_group: collective.Group | None = None,
+) -> Tensor:
+    """What a layer calls, its arguments checked: choose the implementation and run it.
+
+    `group_size` is that of a full group (`groups.effective_size`). With a process group, which the fused kernels do not
+    know, the statistics are those of the batches of all its ranks.
+    """
+    impl = choose_impl(impl, x, group_size, solver) if process_group is None else "torch"
+    if not training and statistics is not None:
         with torch.no_grad():
             dtype = plain.compute_dtype(x.dtype)
-            whitening = running_matrix.to(dtype)
-            if running_covariance is not None:
-                whitening, _ = ops.inverse_sqrt(whitening, num_features, size, solver, num_iters, eps)
-        return apply(x, whitening, running_mean.to(dtype), weight, bias, size)
+            whitening, mean = statistics.matrix.to(dtype), statistics.mean.to(dtype)
+            if statistics.is_covariance:
+                whitening, _ = ops.inverse_sqrt(whitening, x.shape[1], group_size, solver, num_iters, eps)
+        if impl == "triton" and ops.can_infer(x, weight, bias):
+            return ops.infer_fused(x, whitening, mean, weight, bias, group_size)
+        return apply(x, whitening, mean, weight, bias, group_size)
 
-    if process_group is None and x.numel() // num_features <= 1:
+    if process_group is None and x.numel() // x.shape[1] <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {list(x.shape)}; "
             "use a larger batch, or eval mode"
         )
-    if momentum is None and running_mean is not None and num_batches_tracked is None:
-        raise ValueError("momentum=None is the cumulative average and needs num_batches_tracked; give it, or a number")
+    if impl == "triton":
+        return ops.whiten_fused(x, weight, bias, group_size, num_iters, eps, statistics)
     if impl == "reference":
-        y, mean, covariance, whitening = _reference(x, weight, bias, size, solver, num_iters, eps)
+        y, mean, covariance, whitening = _reference(x, weight, bias, group_size, solver, num_iters, eps)
     else:
-        y, mean, covariance, whitening = ops.whiten(x, weight, bias, size, solver, num_iters, eps, process_group)
-    if running_mean is not None and running_matrix is not None:
-        value = whitening if running_covariance is None else covariance
-        _update_running(running_mean, running_matrix, num_batches_tracked, mean, value, momentum)
+        y, mean, covariance, whitening = ops.whiten(x, weight, bias, group_size, solver, num_iters, eps, process_group)
+    if statistics is not None:
+        ops.update_running(statistics, mean, covariance, whitening)
     return y
 
 
@@ -230,26 +260,20 @@ def _reference(x, weight, bias, group_size, solver, num_iters, eps):
     return y, mean.detach(), covariance, whitening.detach()
 
 
-@torch.no_grad()
-def _update_running(running_mean, running_matrix, num_batches_tracked, mean, matrix, momentum) -> None:
-    """Blend the batch's statistics in, unless one of them is not finite: decided on the device."""
-    finite = torch.isfinite(mean).all() & torch.isfinite(matrix).all()
-    if num_batches_tracked is not None:
-        num_batches_tracked.add_(finite)
-        if momentum is None:
-            # The first batches may all have been skipped: no division by a count of zero.
-            momentum = 1.0 / num_batches_tracked.clamp(min=1).to(mean.dtype)
-    for running, value in ((running_mean, mean), (running_matrix, matrix)):
-        blended = torch.lerp(running.to(value.dtype), value, momentum)
-        running.copy_(torch.where(finite, blended, running.to(value.dtype)))
-
-
-def choose_impl(impl: str) -> str:
+def check_impl(impl: str) -> None:
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} is not known; choose one of {', '.join(map(repr, IMPLS))}")
+
+
+def choose_impl(impl: str, x: Tensor, group_size: int, solver: str) -> str:
+    """What `impl` means for this input: "auto" is the kernels where they can run, else the torch path."""
     if impl == "triton":
-        raise ValueError('impl="triton" cannot run: this version has no kernels for it; use impl="auto"')
-    return "torch" if impl == "auto" else impl
+        reason = ops.no_kernels(x, group_size, solver)
+        if reason is not None:
+            raise ValueError(f'impl="triton" cannot run: {reason}; use impl="auto"')
+    if impl == "auto":
+        return "triton" if x.is_cuda and ops.no_kernels(x, group_size, solver) is None else "torch"
+    return impl
 
 
 def check_input(x: Tensor) -> None:

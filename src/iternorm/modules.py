@@ -84,7 +84,7 @@ class WhiteningNorm(nn.Module):
         functional.check_eps(eps)
         functional.check_momentum(momentum)
         functional.check_group_size(group_size)
-        functional.choose_impl(impl)
+        functional.check_impl(impl)
         if running not in RUNNING:
             raise ValueError(f"running={running!r} is not known; choose one of {', '.join(map(repr, RUNNING))}")
         self.num_features = num_features
@@ -152,21 +152,21 @@ class WhiteningNorm(nn.Module):
                 f"expected an input of {self.num_features} channels (num_features), got {input.shape[1]}: "
                 f"shape {list(input.shape)}"
             )
+        self._check_attributes()
         # As in BatchNorm: running statistics are updated in training if they are kept, and used in eval if they exist.
         batch_statistics = self.training or self.running_mean is None
-        keep = not batch_statistics or self.track_running_stats
-        return functional._normalize(
+        statistics = None
+        if self.running_mean is not None and (self.track_running_stats or not batch_statistics):
+            matrix, covariance = self.running_matrix, self.running == "covariance"
+            statistics = ops.Running(self.running_mean, matrix, self.num_batches_tracked, self.momentum, covariance)
+        return functional.normalize(
             input,
-            self.running_mean if keep else None,
-            self.running_whitening if keep else None,
-            self.running_covariance if keep else None,
-            self.num_batches_tracked if keep else None,
+            statistics,
             self.weight,
             self.bias,
             batch_statistics,
-            self.momentum,
             self.eps,
-            self.group_size,
+            groups.effective_size(self.num_features, self.group_size),
             self.solver,
             self.num_iters,
             self.impl,
@@ -179,6 +179,22 @@ class WhiteningNorm(nn.Module):
 
     def _check_input_dim(self, input: Tensor) -> None:
         raise NotImplementedError
+
+    def _check_attributes(self) -> None:
+        """Attributes were checked when the layer was made, but can be set since."""
+        functional.check_eps(self.eps)
+        functional.check_momentum(self.momentum)
+        functional.check_group_size(self.group_size)
+        functional.check_impl(self.impl)
+        matrix = self.running_matrix
+        if matrix is not None:
+            size = groups.effective_size(self.num_features, self.group_size)
+            expected = (groups.num_groups(self.num_features, self.group_size), size, size)
+            if tuple(matrix.shape) != expected:
+                raise ValueError(
+                    f"running_{self.running} has shape {list(matrix.shape)}; {self.num_features} channels with "
+                    f"group_size={self.group_size} need {list(expected)}"
+                )
 
     def extra_repr(self) -> str:
         return (

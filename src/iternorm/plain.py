@@ -28,6 +28,19 @@ def as_planes(x: Tensor) -> Tensor:
     return x.unsqueeze(2) if x.ndim == 2 else x.flatten(2)
 
 
+def empty_output(x: Tensor) -> Tensor:
+    """Memory for a result laid out as x, of which `as_planes` is a view.
+
+    It is no view itself: autograd forbids to overwrite a view that a custom function returns, as `ReLU(inplace=True)`
+    after the layer does.
+    """
+    if x.ndim >= 4 and not x.is_contiguous():
+        memory_format = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+        if not x.is_contiguous(memory_format=memory_format):
+            return x.new_empty(x.shape)
+    return torch.empty_like(x)
+
+
 def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Mean ``[C]`` and biased covariance ``[G, d, d]`` (math.md, Eq. 3-4).
 
@@ -66,7 +79,8 @@ def _moments_about(layout: "_Planes | _Rows", view: Tensor, pilot: Tensor | None
 def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Σ dy ``[C]`` and Σ dy (x - mean)ᵀ ``[G, d, d]`` (math.md, Eq. 21).
 
-    The mean is taken out afterwards: what that costs in accuracy is no more than rounding x itself does.
+    No centred copy is made: the mean is taken out of each sample's product, before products are added up. What that
+    costs in accuracy is about what rounding x itself does.
     """
     grad_planes, planes = as_planes(grad), as_planes(x)
     sums, crosses = [], []
@@ -76,12 +90,13 @@ def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tup
         part_mean = mean[part.channels].view(part.count, part.size)
         total = cross = 0
         for tile in layout.tiles(view, copied=grad_view.stride() != view.stride()):
-            grad_block = layout.load(grad_view, tile, None)
-            total = total + layout.channel_sum(grad_block)
-            cross = cross + layout.product(grad_block, layout.load(view, tile, None))
-        total = torch.as_tensor(total)
-        sums.append(total.flatten())
-        crosses.append(cross - total[:, :, None] * part_mean[:, None, :])
+            tile_total, tile_cross = layout.cross(
+                layout.load(grad_view, tile, None), layout.load(view, tile, None), part_mean
+            )
+            total = total + tile_total
+            cross = cross + tile_cross
+        sums.append(torch.as_tensor(total).flatten())
+        crosses.append(torch.as_tensor(cross))
     return torch.cat(sums), pad(crosses)
 
 
@@ -98,18 +113,18 @@ def affine_pair(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offset: 
 def _map(inputs: list[Tensor], matrices: list[Tensor], offset: Tensor, group_size: int) -> Tensor:
     """Σ_i A_i x_i + c; the result is laid out as the first input."""
     planes = [as_planes(x) for x in inputs]
-    result = torch.empty_like(planes[0])
-    for part in parts(planes[0].shape[1], group_size):
-        layout = _layout(planes[0], part)
+    result = empty_output(inputs[0])
+    result_planes = as_planes(result)
+    for part in parts(result.shape[1], group_size):
+        layout = _layout(result_planes, part)
         views = [layout.view(p) for p in planes]
-        out = layout.view(result)
+        out = layout.view(result_planes)
         part_matrices = [part.of(m) for m in matrices]
         part_offset = offset[part.channels].view(part.count, part.size)
         # An operand in another memory format than the result is turned tile by tile.
         for tile in layout.tiles(out, copied=any(v.stride() != out.stride() for v in views)):
             layout.map(views, part_matrices, part_offset, tile, out)
-    # Not `view`: autograd forbids writing in place (a ReLU, a residual +=) to what a custom function returns as a view.
-    return torch.ops.aten._unsafe_view(result, inputs[0].shape)
+    return result
 
 
 def _layout(planes: Tensor, part: Part) -> "_Planes | _Rows":
@@ -176,6 +191,14 @@ class _Planes:
             corner = torch.matmul(left[:, :, half:], left[:, :, half:].mT).sum(0)
             return torch.cat([top, torch.cat([top[:, :, half:].mT, corner], 2)], 1)
         return torch.matmul(left, right.mT).sum(0)
+
+    @staticmethod
+    def cross(left: Tensor, right: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ left ``[G, d]`` and Σ left (right - mean)ᵀ ``[G, d, d]`` over samples and positions."""
+        totals = left.sum(3)
+        products = torch.matmul(left, right.mT)
+        products.addcmul_(totals[..., None], mean[:, None, :], value=-1)
+        return totals.sum(0), products.sum(0)
 
     def map(self, views, matrices, offset, tile, out) -> None:
         count, size = self.part.count, self.part.size
@@ -244,12 +267,17 @@ class _Rows:
 
     @staticmethod
     def product(left: Tensor, right: Tensor) -> Tensor:
-        # One long product of small matrices keeps one core busy; several shorter ones share the cores. Products along
-        # strided rows are slow (15 ms against 7 for two groups of 64 in 64x128x32x32), so a tile is packed first.
-        rows = left.shape[1]
-        pieces = next(p for p in (8, 4, 2, 1) if rows % p == 0)
-        left, right = (t.contiguous().unflatten(1, (pieces, rows // pieces)) for t in (left, right))
+        left, right = _pieces(left), _pieces(right)
         return torch.matmul(left.mT, right).sum(1)
+
+    @staticmethod
+    def cross(left: Tensor, right: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+        left = _pieces(left)
+        right = _pieces(right)
+        totals = left.sum(2)
+        products = torch.matmul(left.mT, right)
+        products.addcmul_(totals[..., None], mean[:, None, None, :], value=-1)
+        return totals.sum(1), products.sum(1)
 
     def map(self, views, matrices, offset, tile, out) -> None:
         target = out[:, tile[0], tile[1]]
@@ -261,6 +289,16 @@ class _Rows:
             start = torch.baddbmm(start, self.load(view, tile, None), matrix.mT, out=result)
         if not direct:
             target.copy_(result.view(target.shape))
+
+
+def _pieces(rows: Tensor) -> Tensor:
+    """``[G, r, d]`` as ``[G, p, r / p, d]``.
+
+    One long product of small matrices keeps one core busy; several shorter ones share the cores. Products along strided
+    rows are slow (15 ms against 7 for two groups of 64 in 64x128x32x32), so a tile is packed first.
+    """
+    pieces = next(p for p in (8, 4, 2, 1) if rows.shape[1] % p == 0)
+    return rows.contiguous().unflatten(1, (pieces, rows.shape[1] // pieces))
 
 
 def _tile_shape(numel: int, batch: int, length: int) -> tuple[int, int]:

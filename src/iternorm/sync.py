@@ -38,7 +38,7 @@ class SyncIterNorm(_IterNorm):
         group_size: the number of channels whitened together; None is all of them.
         num_iters: the paper's T, the number of Newton steps, from 0.
         running: "whitening" or "covariance"; see `iternorm.modules.WhiteningNorm`.
-        impl: "auto", "triton" or "torch".
+        impl: "auto" or "torch".
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class SyncIterNorm(_IterNorm):
         running: str = "whitening",
         impl: str = "auto",
     ) -> None:
-        if impl == "reference":
-            raise ValueError('impl="reference" does not synchronize; use impl="auto", or IterNorm1d/2d/3d')
+        if impl in ("reference", "triton"):
+            raise ValueError(f'impl="{impl}" does not synchronize; use impl="auto", or IterNorm1d/2d/3d')
         words: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **words)
         self.process_group = process_group

@@ -1,4 +1,4 @@
-"""The run: every rival on every case, in interleaved rounds."""
+"""The run on a CPU: every rival on every case, in interleaved rounds."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import torch
 from iternorm.provenance import provenance
 from iternorm.threads import num_threads
 
-from .devices import Case, Contestant, CpuDevice, CudaDevice, Device, set_malloc_thresholds
+from .devices import Case, Contestant, CpuDevice, set_malloc_thresholds
 from .rivals import PAPER_MS, Rival, standard_rivals
 
 # The rivals that the ratios are taken to, by name.
@@ -22,7 +22,6 @@ TABLE_A1 = (Case((64, 64, 32, 32)), Case((64, 128, 32, 32)))
 def run(
     cases: Sequence[Case] = TABLE_A1,
     *,
-    device: str = "cpu",
     rounds: int = 15,
     threads: int | None = None,
     rivals: Callable[[int], Sequence[Rival]] = standard_rivals,
@@ -35,7 +34,6 @@ def run(
 
     Args:
         cases: The activations.
-        device: "cpu" or "cuda".
         rounds: The number of timings of each rival.
         threads: The number of CPU threads torch uses; None leaves it as it is.
         rivals: Makes the rivals from the number of channels.
@@ -44,26 +42,23 @@ def run(
     Returns:
         `provenance`, `settings`, and in `cases` a list of `shape`, `dtype`, `channels_last` and `rivals`.
     """
-    target = check_arguments(device, rounds, threads)
-    allocator = set_malloc_thresholds() if target.type == "cpu" else None
+    check_arguments("cpu", rounds, threads)
+    allocator = set_malloc_thresholds()
     with num_threads(threads):
         notify = progress or (lambda: None)
         return {
-            "provenance": provenance(device),
+            "provenance": provenance(),
             "settings": {
                 "rounds": rounds,
                 "warmup_rounds": WARMUP_ROUNDS,
                 "malloc_thresholds_set": allocator,
-                "cudnn_benchmark": torch.backends.cudnn.benchmark,
-                "convolution_tf32": torch.backends.cudnn.allow_tf32,
-                "matmul_precision": torch.get_float32_matmul_precision(),
             },
-            "cases": [_run_case(case, target, rounds, rivals(case.shape[1]), notify) for case in cases],
+            "cases": [_run_case(case, rounds, rivals(case.shape[1]), notify) for case in cases],
         }
 
 
-def check_arguments(device: str, rounds: int, threads: int | None) -> torch.device:
-    """Raise a ValueError for what `run` cannot do; return the device."""
+def check_arguments(device: str, rounds: int, threads: int | None = None, quick: bool = False) -> None:
+    """Raise a ValueError for what `run` and `cuda.run` cannot do."""
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} is not known here: use 'cpu' or 'cuda'")
     if device == "cuda" and not torch.cuda.is_available():
@@ -72,7 +67,8 @@ def check_arguments(device: str, rounds: int, threads: int | None) -> torch.devi
         raise ValueError(f"rounds={rounds} times nothing: use 1 or more")
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads} is no number of threads: use 1 or more")
-    return torch.device(device)
+    if quick and device == "cpu":
+        raise ValueError("quick=True is for device='cuda'; on a CPU use fewer rounds")
 
 
 def count_timings(
@@ -82,10 +78,8 @@ def count_timings(
     return sum(len(rivals(case.shape[1])) for case in cases) * (WARMUP_ROUNDS + rounds)
 
 
-def _run_case(
-    case: Case, target: torch.device, rounds: int, rivals: Sequence[Rival], progress: Callable[[], None]
-) -> dict:
-    device: Device = CudaDevice(target) if target.type == "cuda" else CpuDevice()
+def _run_case(case: Case, rounds: int, rivals: Sequence[Rival], progress: Callable[[], None]) -> dict:
+    device, target = CpuDevice(), torch.device("cpu")
     x, grad_output = case.make(target)
     with torch.random.fork_rng(devices=[]):
         contestants = [Contestant(rival, case, target, x, grad_output) for rival in rivals]

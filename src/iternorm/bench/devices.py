@@ -1,4 +1,4 @@
-"""How the time and the memory of one forward and backward are measured on each kind of device."""
+"""The activations, and how the time and the memory of one forward and backward are measured on a CPU."""
 
 import ctypes
 import json
@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +27,19 @@ class Case:
     channels_last: bool = False
 
     def make(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """A correlated activation, as a network has them, and a gradient for the output. Always the same values."""
-        generator = torch.Generator().manual_seed(0)
+        """A correlated activation, as a network has them, and a gradient for the output.
+
+        Always the same values on one kind of device.
+        """
+        generator = torch.Generator(device).manual_seed(0)
+        randn = partial(torch.randn, device=device, generator=generator)
         channels = self.shape[1]
-        mixing = torch.randn(channels, channels, generator=generator) / channels**0.5
-        x = torch.randn(self.shape, generator=generator)
-        x = torch.einsum("dc,nchw->ndhw", mixing + torch.eye(channels), x)
-        x += torch.randn(channels, 1, 1, generator=generator)
+        mixing = randn(channels, channels) / channels**0.5
+        x = randn(self.shape)
+        x = torch.einsum("dc,nchw->ndhw", mixing + torch.eye(channels, device=device), x)
+        x += randn(channels, 1, 1)
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        tensors = [
-            tensor.to(device, self.dtype).contiguous(memory_format=layout)
-            for tensor in (x, torch.randn(self.shape, generator=generator))
-        ]
+        tensors = [tensor.to(device, self.dtype).contiguous(memory_format=layout) for tensor in (x, randn(self.shape))]
         return tensors[0].requires_grad_(), tensors[1]
 
 
@@ -62,18 +63,6 @@ class Contestant:
         """Drop the gradients, so that the next step allocates them afresh, as after `zero_grad()`."""
         self._x.grad = None
         self.module.zero_grad(set_to_none=True)
-
-
-class Device(Protocol):
-    """How time and memory are measured on one kind of device."""
-
-    def milliseconds(self, contestant: Contestant) -> float:
-        """The time of one step."""
-        ...
-
-    def peak_bytes(self, contestant: Contestant) -> int:
-        """The most bytes that one step had allocated at a time, beyond those allocated before it."""
-        ...
 
 
 class CpuDevice:
@@ -126,34 +115,6 @@ def _silenced_stderr() -> Iterator[None]:
         os.dup2(saved, 2)
         os.close(saved)
         os.close(nowhere)
-
-
-class CudaDevice:
-    """CUDA events around `repeats` steps, and the caching allocator's own peak."""
-
-    def __init__(self, device: torch.device, repeats: int = 20):
-        self._device, self._repeats = device, repeats
-
-    def milliseconds(self, contestant: Contestant) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self._device)
-        start.record()
-        for _ in range(self._repeats):
-            contestant.clear()
-            contestant.step()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / self._repeats
-
-    def peak_bytes(self, contestant: Contestant) -> int:
-        contestant.clear()
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        output = contestant.step()
-        torch.cuda.synchronize(self._device)
-        del output
-        return torch.cuda.max_memory_allocated(self._device) - before
 
 
 def set_malloc_thresholds() -> bool:

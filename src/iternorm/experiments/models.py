@@ -1,6 +1,6 @@
 """The networks of the experiments. Each takes its normalization as a callable, so that one network serves them all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from torch import Tensor, nn
@@ -50,3 +50,54 @@ class MLP(nn.Module):
         for linear, norm in zip(self.linears, self.norms, strict=True):
             x = norm(linear(x)).relu()
         return self.head(x)
+
+
+# Width and number of the convolutions of each block of the paper's VGG.
+VGG_BLOCKS = ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4))
+
+
+class VGG(nn.Module):
+    """The paper's VGG for images of 32x32 (Table A2): sixteen 3x3 convolutions and one linear layer.
+
+    A layer is convolution without bias, normalization, ReLU. Blocks end in max pooling by 2, the last in average
+    pooling. Convolutions have torch's initialization; the linear layer's weights have a standard deviation of 0.01.
+
+    Args:
+        num_classes: The number of outputs.
+        norm: Makes the normalization of a layer from its number of channels; None has none.
+        in_channels: The channels of an image.
+        blocks: The width and the number of the convolutions of each block. An image is as wide as 2 to the power of
+            their number, so that one value a channel is left.
+
+    Example:
+        >>> import torch
+        >>> model = VGG(10, norm=nn.BatchNorm2d, blocks=((4, 1), (8, 2)))
+        >>> model(torch.zeros(5, 3, 4, 4)).shape
+        torch.Size([5, 10])
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        norm: NormFactory | None = None,
+        *,
+        in_channels: int = 3,
+        blocks: Sequence[tuple[int, int]] = VGG_BLOCKS,
+    ):
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = in_channels
+        for index, (width, depth) in enumerate(blocks):
+            for _ in range(depth):
+                layers.append(nn.Conv2d(channels, width, kernel_size=3, padding=1, bias=False))
+                layers.append(nn.Identity() if norm is None else norm(width))
+                layers.append(nn.ReLU(inplace=True))
+                channels = width
+            layers.append(nn.AvgPool2d(2) if index == len(blocks) - 1 else nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear(channels, num_classes)
+        nn.init.normal_(self.head.weight, std=0.01)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).flatten(1))

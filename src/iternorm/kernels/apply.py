@@ -8,24 +8,78 @@ through the same rounded matrix.
 import triton
 import triton.language as tl
 
-from iternorm.kernels.moments import load_tile, sample_offsets, shifted
+from iternorm.kernels.moments import (
+    along_channels,
+    follow,
+    load_tile,
+    sample_offsets,
+    shifted,
+    split_dot,
+    tile_mask,
+    tile_pointers,
+)
 
 
 @triton.jit
-def store_tile(ptr, value, samples, in_range, channels, valid, ROWS: tl.constexpr):
+def on_channels(matrix, tile, acc, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """acc + matrix x for the samples x of a tile; the matrix is transposed already where tiles are rows."""
     if ROWS:
-        mask = in_range[:, None] & valid[None, :]
-        tl.store(ptr + samples[:, None] + channels[None, :], value.to(ptr.dtype.element_ty), mask=mask)
+        acc = split_dot(tile, matrix, acc, PARTS)
     else:
-        mask = in_range[None, :] & valid[:, None]
-        tl.store(ptr + samples[None, :] + channels[:, None], value.to(ptr.dtype.element_ty), mask=mask)
+        acc = split_dot(matrix, tile, acc, PARTS)
+    return acc
 
 
 @triton.jit
-def operand(tile, NATIVE: tl.constexpr):
-    if NATIVE:
-        return tile
-    return tile.to(tl.float32)
+def store_tile(pointers, value, start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr):
+    value = value.to(pointers.dtype.element_ty)
+    if FULL:
+        tl.store(pointers, value)
+    else:
+        tl.store(pointers, value, mask=tile_mask(start, last, valid, BL, ROWS))
+
+
+@triton.jit
+def zero_tile(BD: tl.constexpr, BL: tl.constexpr, ROWS: tl.constexpr):
+    if ROWS:
+        tile = tl.zeros([BL, BD], dtype=tl.float32)
+    else:
+        tile = tl.zeros([BD, BL], dtype=tl.float32)
+    return tile
+
+
+@triton.jit
+def forward_tile(
+    x_ptr,
+    y_ptr,
+    start,
+    last,
+    matrix,
+    mean,
+    offset,
+    channels,
+    valid,
+    C,
+    L,
+    BD: tl.constexpr,
+    BL: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIG: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    samples = sample_offsets(start, L, C, BL, ROWS, BIG)
+    x = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL)
+    y = zero_tile(BD, BL, ROWS)
+    if PARTS == 1:
+        if ROWS:
+            y = tl.dot(x, matrix, y)
+        else:
+            y = tl.dot(matrix, x, y)
+    else:
+        y = on_channels(matrix, shifted(x, mean, start, last, valid, BL, ROWS, FULL), y, ROWS, PARTS)
+    y += along_channels(offset, ROWS)
+    store_tile(tile_pointers(y_ptr, samples, channels, ROWS), y, start, last, valid, BL, ROWS, FULL)
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program"])
@@ -49,12 +103,14 @@ def apply_forward(
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     COUNT: tl.constexpr,
-    NATIVE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
     BIG: tl.constexpr,
+    WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """y = diag(γ) W (x - μ) + β (math.md, Eq. 2)."""
+    """y = diag(γ) W (x - μ) + β (math.md, Eq. 1)."""
+    follow(PDL)
     program = tl.program_id(0)
     group = tl.program_id(1)
     index = tl.arange(0, BD)
@@ -73,28 +129,87 @@ def apply_forward(
     offset = tl.zeros([BD], dtype=tl.float32)
     if BIAS:
         offset = tl.load(bias_ptr + features, mask=valid, other=0.0).to(tl.float32)
-    if NATIVE:
-        matrix = matrix.to(x_ptr.dtype.element_ty)
-        offset -= tl.sum(matrix.to(tl.float32) * mean[None, :], 1)
+    if PARTS == 1:
+        rounded = matrix.to(tl.bfloat16)
+        offset -= tl.sum(rounded.to(tl.float32) * mean[None, :], 1)
+    else:
+        rounded = matrix
     if ROWS:
-        matrix = tl.trans(matrix)
+        rounded = tl.trans(rounded)
 
     first = program * tiles_per_program * BL
     last = tl.minimum(first + tiles_per_program * BL, M)
-    for start in tl.range(first, last, BL, num_stages=STAGES):
-        in_range = start + tl.arange(0, BL) < last
-        samples = sample_offsets(start, L, C, BL, ROWS, BIG)
-        x = load_tile(x_ptr, samples, in_range, channels, valid, ROWS)
-        if not NATIVE:
-            x = shifted(x, mean, in_range, ROWS)
-        if ROWS:
-            y = tl.dot(x, matrix, input_precision=PRECISION) + offset[None, :]
-        else:
-            y = tl.dot(matrix, x, input_precision=PRECISION) + offset[:, None]
-        store_tile(y_ptr, y, samples, in_range, channels, valid, ROWS)
+    middle = last
+    if WHOLE:
+        middle = first + (last - first) // BL * BL
+    for start in tl.range(first, middle, BL, num_stages=STAGES):
+        forward_tile(
+            x_ptr, y_ptr, start, last, rounded, mean, offset, channels, valid, C, L, BD, BL, ROWS, PARTS, BIG, WHOLE
+        )
+    if WHOLE:
+        if middle < last:
+            forward_tile(
+                x_ptr,
+                y_ptr,
+                middle,
+                last,
+                rounded,
+                mean,
+                offset,
+                channels,
+                valid,
+                C,
+                L,
+                BD,
+                BL,
+                ROWS,
+                PARTS,
+                BIG,
+                False,
+            )
     if COUNT:
         if (program == 0) & (group == 0):
             tl.store(num_batches_ptr, tl.load(num_batches_ptr) + tl.load(finite_ptr))
+
+
+@triton.jit
+def backward_tile(
+    grad_ptr,
+    x_ptr,
+    dx_ptr,
+    start,
+    last,
+    first_matrix,
+    second_matrix,
+    mean,
+    offset,
+    channels,
+    valid,
+    C,
+    L,
+    BD: tl.constexpr,
+    BL: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIG: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    samples = sample_offsets(start, L, C, BL, ROWS, BIG)
+    grad = load_tile(tile_pointers(grad_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL)
+    x = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL)
+    dx = zero_tile(BD, BL, ROWS)
+    if PARTS == 1:
+        if ROWS:
+            dx = tl.dot(grad, first_matrix, dx)
+            dx = tl.dot(x, second_matrix, dx)
+        else:
+            dx = tl.dot(first_matrix, grad, dx)
+            dx = tl.dot(second_matrix, x, dx)
+    else:
+        dx = on_channels(first_matrix, grad.to(tl.float32), dx, ROWS, PARTS)
+        dx = on_channels(second_matrix, shifted(x, mean, start, last, valid, BL, ROWS, FULL), dx, ROWS, PARTS)
+    dx += along_channels(offset, ROWS)
+    store_tile(tile_pointers(dx_ptr, samples, channels, ROWS), dx, start, last, valid, BL, ROWS, FULL)
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program"])
@@ -116,12 +231,14 @@ def apply_backward(
     BL: tl.constexpr,
     ROWS: tl.constexpr,
     WEIGHT: tl.constexpr,
-    NATIVE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
     BIG: tl.constexpr,
+    WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """dx = Aᵀ dy + B (x - μ) - Aᵀ Σdy / m (math.md, Eq. 24)."""
+    """dx = Aᵀ dy + B (x - μ) - Aᵀ Σdy / m (math.md, Eq. 23)."""
+    follow(PDL)
     program = tl.program_id(0)
     group = tl.program_id(1)
     index = tl.arange(0, BD)
@@ -141,27 +258,64 @@ def apply_backward(
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
     grad_sum = tl.load(grad_sum_ptr + features, mask=valid, other=0.0)
     offset = -tl.sum(first_matrix * (grad_sum / M)[None, :], 1)
-    if NATIVE:
-        first_matrix = first_matrix.to(x_ptr.dtype.element_ty)
-        second_matrix = second_matrix.to(x_ptr.dtype.element_ty)
-        offset -= tl.sum(second_matrix.to(tl.float32) * mean[None, :], 1)
+    if PARTS == 1:
+        first_rounded = first_matrix.to(tl.bfloat16)
+        second_rounded = second_matrix.to(tl.bfloat16)
+        offset -= tl.sum(second_rounded.to(tl.float32) * mean[None, :], 1)
+    else:
+        first_rounded = first_matrix
+        second_rounded = second_matrix
     if ROWS:
-        first_matrix = tl.trans(first_matrix)
-        second_matrix = tl.trans(second_matrix)
+        first_rounded = tl.trans(first_rounded)
+        second_rounded = tl.trans(second_rounded)
 
     first = program * tiles_per_program * BL
     last = tl.minimum(first + tiles_per_program * BL, M)
-    for start in tl.range(first, last, BL, num_stages=STAGES):
-        in_range = start + tl.arange(0, BL) < last
-        samples = sample_offsets(start, L, C, BL, ROWS, BIG)
-        grad = operand(load_tile(grad_ptr, samples, in_range, channels, valid, ROWS), NATIVE)
-        x = load_tile(x_ptr, samples, in_range, channels, valid, ROWS)
-        if not NATIVE:
-            x = shifted(x, mean, in_range, ROWS)
-        if ROWS:
-            dx = tl.dot(grad, first_matrix, input_precision=PRECISION)
-            dx = tl.dot(x, second_matrix, dx, input_precision=PRECISION) + offset[None, :]
-        else:
-            dx = tl.dot(first_matrix, grad, input_precision=PRECISION)
-            dx = tl.dot(second_matrix, x, dx, input_precision=PRECISION) + offset[:, None]
-        store_tile(dx_ptr, dx, samples, in_range, channels, valid, ROWS)
+    middle = last
+    if WHOLE:
+        middle = first + (last - first) // BL * BL
+    for start in tl.range(first, middle, BL, num_stages=STAGES):
+        backward_tile(
+            grad_ptr,
+            x_ptr,
+            dx_ptr,
+            start,
+            last,
+            first_rounded,
+            second_rounded,
+            mean,
+            offset,
+            channels,
+            valid,
+            C,
+            L,
+            BD,
+            BL,
+            ROWS,
+            PARTS,
+            BIG,
+            WHOLE,
+        )
+    if WHOLE:
+        if middle < last:
+            backward_tile(
+                grad_ptr,
+                x_ptr,
+                dx_ptr,
+                middle,
+                last,
+                first_rounded,
+                second_rounded,
+                mean,
+                offset,
+                channels,
+                valid,
+                C,
+                L,
+                BD,
+                BL,
+                ROWS,
+                PARTS,
+                BIG,
+                False,
+            )

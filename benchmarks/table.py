@@ -1,0 +1,36 @@
+"""The README's tables from a committed result of the GPU's benchmark.
+
+    PYTHONPATH=src python benchmarks/table.py benchmarks/results/h200.json                     # print the markdown
+    PYTHONPATH=src python benchmarks/table.py benchmarks/results/h200.json --targets           # print the targets
+    PYTHONPATH=src python benchmarks/table.py benchmarks/results/h200.json --write README.md   # put it into a document
+
+The document has a line `<!-- bench:h200 -->`, named as the file is, and after it a line `<!-- /bench -->`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from iternorm.bench import cuda
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path, help="what `iternorm bench --device cuda --json` wrote")
+    parser.add_argument("--targets", action="store_true", help="the targets instead of the times")
+    parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the markdown between its markers")
+    arguments = parser.parse_args()
+    result = json.loads(arguments.result.read_text(encoding="utf-8"))
+    content = cuda.markdown_targets(result) if arguments.targets else cuda.markdown(result)
+    if arguments.write is None:
+        print(content)
+        return
+    try:
+        text = cuda.put_between_markers(arguments.write.read_text(encoding="utf-8"), arguments.result.stem, content)
+    except ValueError as error:
+        parser.error(f"{arguments.write}: {error}")
+    arguments.write.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

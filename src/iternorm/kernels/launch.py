@@ -1,0 +1,174 @@
+"""One whitening layer on the GPU: `forward`, `backward` and `infer`.
+
+Forward and backward are four launches each (partial moments, reduction, newton, apply). A group of more than 64
+channels leaves the iteration to batched matrix products, between the same moments and apply kernels.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from iternorm import groups, plain, solvers
+from iternorm import running as statistics
+from iternorm.kernels.plan import Plan, plan_for
+from iternorm.kernels.shapes import State, dense, state_of, unsupported, views
+
+__all__ = ["backward", "dense", "forward", "infer", "state_of", "unsupported", "views"]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _parts_of(state: Tensor, at: State, quick: bool) -> tuple:
+    """Mean, variance, flag, covariance, whitening and iterates in the state: addresses, or tensors for Triton."""
+    if quick:
+        base = state.data_ptr()
+        return tuple(base + 4 * offset for offset in at[:-1])
+    # Where there are no iterates their part is empty, and any memory will do for it.
+    slices = [state[offset if offset < at.size else 0 :] for offset in at[:-1]]
+    slices[2] = slices[2].view(torch.int32)
+    return tuple(slices)
+
+
+def forward(x, weight, bias, group_size, num_iters, eps, running=None, zeroed=False) -> tuple[Tensor, Tensor]:
+    """Whiten a batch, and update `running` (an `iternorm.ops.Running`, or None).
+
+    `zeroed` clears the state first: its parts have gaps between them, and an operator's outputs must not be arbitrary.
+
+    Returns:
+        y, and the state that `backward` needs (`views` shows what is in it).
+    """
+    plan = plan_for(x, weight, bias, group_size, num_iters, running)
+    if plan.copied:
+        x = dense(x)
+        plan = plan_for(x, weight, bias, group_size, num_iters, running)
+    at, launch = plan.at, plan.launch
+    mean: Any
+    mean, matrix, num_batches, momentum, _ = running or (None, None, None, None, None)
+    stream = plan.stream(x, weight, bias, mean, matrix)
+    quick = stream is not None
+    ptr: Any = Tensor.data_ptr if quick else _itself
+    state = (x.new_zeros if zeroed else x.new_empty)(at.size, dtype=torch.float32)
+    y = torch.empty_like(x)
+    source, partials = ptr(x), ptr(plan.workspace(x, "moments", stream))
+    batch_mean, variance, finite, covariance, whitening, iterates = _parts_of(state, at, quick)
+    launch("moments")(stream, (source, source, None, partials))
+    launch("reduce")(stream, (partials, covariance, batch_mean, variance))
+    counter = None if num_batches is None else ptr(num_batches)
+    if plan.large:
+        _large_newton(state, plan, eps, running)
+    else:
+        buffers = (None, None) if running is None else (ptr(mean), ptr(matrix))
+        pointers = (covariance, batch_mean, variance, whitening, iterates, *buffers, counter, finite)
+        launch("newton")(stream, pointers, eps, 0.0 if momentum is None else momentum)
+    affine = (None if weight is None else ptr(weight), None if bias is None else ptr(bias))
+    counting = (counter, finite) if plan.counts else (None, None)
+    launch("apply")(stream, (source, ptr(y), whitening, batch_mean, *affine, *counting))
+    return y, state
+
+
+def backward(grad, x, weight, state, group_size, num_iters, eps, needs_input):
+    """Gradients for x (None unless `needs_input`), weight (None without one) and bias."""
+    x = dense(x)
+    if grad.stride() != x.stride():
+        grad = torch.empty_like(x).copy_(grad)
+    plan = plan_for(x, weight, None, group_size, num_iters, None)
+    shape, launch = plan.shape, plan.launch
+    stream = plan.stream(x, grad, weight)
+    quick = stream is not None
+    ptr = Tensor.data_ptr if quick else _itself
+    grad_bias = x.new_empty(shape.channels, dtype=torch.float32)
+    grad_weight = None if weight is None else torch.empty_like(grad_bias)
+    workspace = plan.workspace(x, "cross_moments", stream)
+    # The first part of the workspace is for the reduced matrix and for B, the rest for the partials.
+    half = shape.num_groups * shape.padded**2
+    if quick:
+        cross = workspace.data_ptr()
+        second, partials = cross + 4 * half, cross + 8 * half
+    else:
+        cross, second, partials = workspace, workspace[half:], workspace[2 * half :]
+    source, gradient, grad_sum = ptr(x), ptr(grad), ptr(grad_bias)
+    mean, _, _, covariance, whitening, iterates = _parts_of(state, plan.at, quick)
+    scale = None if weight is None else ptr(weight)
+    launch("cross_moments")(stream, (gradient, source, mean, partials))
+    launch("cross_reduce")(stream, (partials, cross, grad_sum, None))
+    matrices = workspace[: 2 * half] if plan.large else None
+    if matrices is not None:
+        grad_weight = _large_newton_backward(matrices, state, weight, plan, eps)
+    else:
+        scale_gradient = None if grad_weight is None else ptr(grad_weight)
+        launch("newton_backward")(stream, (cross, covariance, whitening, iterates, scale, scale_gradient, second), eps)
+    if not needs_input:
+        return None, grad_weight, grad_bias
+    if matrices is not None and plan.key.split == 3:
+        # Two matrices of 128x128 in three parts each ask for more shared memory than there is.
+        return _large_apply_backward(grad, x, matrices, state, grad_bias, weight, plan), grad_weight, grad_bias
+    dx = torch.empty_like(x)
+    launch("apply_backward")(stream, (gradient, source, ptr(dx), whitening, second, mean, grad_sum, scale))
+    return dx, grad_weight, grad_bias
+
+
+def infer(x, whitening, mean, weight, bias, group_size) -> Tensor:
+    """y = diag(γ) W (x - μ) + β from given fp32 statistics: one launch."""
+    x = dense(x)
+    plan = plan_for(x, weight, bias, group_size, 0, None)
+    y = torch.empty_like(x)
+    stream = plan.stream(x, whitening, mean, weight, bias)
+    ptr = _itself if stream is None else Tensor.data_ptr
+    affine = (None if weight is None else ptr(weight), None if bias is None else ptr(bias))
+    plan.launch("apply")(stream, (ptr(x), ptr(y), ptr(whitening), ptr(mean), *affine, None, None))
+    return y
+
+
+def _inside(plan: Plan, like: Tensor) -> Tensor:
+    """1 where a matrix ``[G, d, d]`` belongs to its group, 0 in the padding of a smaller last one."""
+    members = groups.pad_vector(like.new_ones(plan.shape.channels), plan.shape.group_size)
+    return members[:, :, None] * members[:, None, :]
+
+
+def _regularized(covariance: Tensor, plan: Plan, eps: float) -> Tensor:
+    """Covariance ``[G, d, d]`` with eps on the diagonal of what belongs to a group."""
+    size = plan.shape.group_size
+    members = groups.pad_vector(covariance.new_full((plan.shape.channels,), eps), size)
+    return covariance[:, :size, :size] + torch.diag_embed(members)
+
+
+def _large_newton(state: Tensor, plan: Plan, eps: float, running) -> None:
+    """The iteration of groups above 64 by batched products."""
+    key, size = plan.key, plan.shape.group_size
+    mean, covariance, whitening = views(state, plan.shape.channels, key.group_size, key.num_iters)
+    solved, _ = solvers.solve(_regularized(covariance, plan, eps), "newton", key.num_iters)
+    whitening.copy_(solved * _inside(plan, solved))
+    if running is not None:
+        value = covariance[:, :size, :size] if running.is_covariance else whitening
+        statistics.update(running.mean, running.matrix, running.num_batches, mean, value, running.momentum)
+
+
+def _large_newton_backward(matrices: Tensor, state: Tensor, weight, plan: Plan, eps: float) -> Tensor | None:
+    """Fill the second half of `matrices` with B; returns d(weight)."""
+    key, shape, size = plan.key, plan.shape, plan.shape.group_size
+    _, covariance, whitening = views(state, shape.channels, key.group_size, key.num_iters)
+    cross, second = matrices.view(2, shape.num_groups, shape.padded, shape.padded)
+    gradient = cross[:, :size, :size]
+    grad_weight = None
+    if weight is not None:
+        grad_weight = groups.unpad_vector((gradient * whitening).sum(-1), shape.channels)
+        gradient = gradient * groups.pad_vector(weight.to(gradient.dtype), size)[:, :, None]
+    regularized = _regularized(covariance, plan, eps)
+    result = solvers.solve_backward(gradient, regularized, whitening, (), "newton", key.num_iters)
+    second.zero_()
+    second[:, :size, :size] = result * _inside(plan, result) * (2 / shape.samples)
+    return grad_weight
+
+
+def _large_apply_backward(grad, x, matrices: Tensor, state: Tensor, grad_sum, weight, plan: Plan) -> Tensor:
+    key, shape, size = plan.key, plan.shape, plan.shape.group_size
+    mean, _, whitening = views(state, shape.channels, key.group_size, key.num_iters)
+    scale = 1 if weight is None else groups.pad_vector(weight.to(whitening.dtype), size)[:, :, None]
+    first = (whitening * scale).mT
+    second = matrices.view(2, shape.num_groups, shape.padded, shape.padded)[1, :, :size, :size]
+    vectors = [groups.pad_vector(v, size)[:, :, None] for v in (grad_sum / shape.samples, mean)]
+    offset = groups.unpad_vector(-(first @ vectors[0]) - second @ vectors[1], shape.channels)
+    return plain.affine_pair(grad, x, first, second, offset, size)

@@ -1,0 +1,81 @@
+"""Launching a compiled kernel cheaply.
+
+Triton's own launch binds, types and hashes every argument: over 20 us for kernels with twenty of them, several times
+what the launch itself takes. Here a kernel is compiled once for its constants and the types of its arguments, and
+launched from then on with plain addresses and numbers.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from iternorm.kernels.shapes import INTERPRETED
+
+
+class Launch:
+    """A kernel with its grid, integers and constants, to be launched with pointers and floats.
+
+    Args:
+        kernel: a `triton.jit` function; its arguments are pointers, floats, integers, constants, in that order.
+        grid: of its programs.
+        pointers: the dtype each points to, or None for one that is absent. They are aligned to 16 bytes.
+        floats: examples of its float arguments.
+        integers: its integer arguments.
+        specialized: which of the integers the kernel is compiled for; the others change with the batch.
+        constants: its constexpr arguments.
+        warps: of a program.
+        device: where it runs.
+    """
+
+    def __init__(
+        self,
+        kernel,
+        grid: tuple[int, int],
+        pointers: tuple,
+        floats: tuple,
+        integers: tuple[int, ...],
+        specialized: tuple[int, ...],
+        constants: dict[str, Any],
+        warps: int,
+        device: torch.device,
+    ):
+        self.kernel = kernel
+        self.grid = grid
+        self.integers = integers
+        self.constants = constants
+        self.warps = warps
+        if device.type == "cuda" and not INTERPRETED:
+            # Of the others only the width matters: 2 stands for 32 bits, 2^31 for 64.
+            typical = (n if i in specialized else (2 if n < 2**31 else 2**31) for i, n in enumerate(integers))
+            call, before, after = _compiled(
+                kernel, (*pointers, *floats, *typical), (*constants.items(), ("PDL", True)), warps, device.index
+            )
+            self._call = call
+            self._before = before
+            self._after = (*integers, *after)
+
+    def __call__(self, stream: int | None, pointers: tuple, *floats: float) -> None:
+        """Launch on `stream` with addresses, or with None through Triton with tensors."""
+        if stream is None:
+            self.kernel[self.grid](
+                *pointers, *floats, *self.integers, **self.constants, PDL=False, num_warps=self.warps
+            )
+        else:
+            self._call(*self.grid, 1, stream, *self._before, *pointers, *floats, *self._after)
+
+
+@functools.cache
+def _compiled(kernel, types: tuple, constants: tuple, warps: int, device: int) -> tuple[Any, tuple, tuple]:
+    """What to call, and what goes before and after the arguments of a launch."""
+    with torch.cuda.device(device):
+        # Programmatic dependent launch: the kernels wait for the launch before them by themselves.
+        compiled = kernel.warmup(*types, grid=(1,), **dict(constants), num_warps=warps, launch_pdl=True)
+        compiled._init_handles()
+    values = tuple(value for _, value in constants)
+    run, metadata = compiled.run, (compiled.packed_metadata, None, None, None)
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    if scratch or not hasattr(run, "launch_pdl"):
+        return run, (compiled.function, *metadata), values
+    # The launcher's Python wrapper only allocates scratch memory, of which there is none.
+    return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *metadata), values

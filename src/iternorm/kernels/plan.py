@@ -1,0 +1,244 @@
+"""The launches of a layer at one input shape: chosen once, then found by what they depend on."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from iternorm.kernels.apply import apply_backward, apply_forward
+from iternorm.kernels.launcher import Launch
+from iternorm.kernels.moments import partial_moments, reduce_moments
+from iternorm.kernels.newton import newton_backward, newton_forward
+from iternorm.kernels.shapes import (
+    INTERPRETED,
+    LARGEST_NEWTON,
+    NEWTON_WARPS,
+    dense,
+    num_sms,
+    parts,
+    precision,
+    programs,
+    shape_of,
+    slots_of,
+    state_of,
+    tiles_for,
+)
+
+
+class Key(NamedTuple):
+    """All that a plan depends on."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    group_size: int
+    num_iters: int
+    split: int
+    weight: torch.dtype | None
+    bias: torch.dtype | None
+    running: tuple | None  # dtypes of mean and matrix, whether batches are counted, cumulative, covariance
+
+
+_plans: dict[Key, "Plan"] = {}
+_workspaces: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def plan_for(x: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, num_iters: int, running) -> "Plan":
+    key = Key(
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device,
+        group_size,
+        num_iters,
+        parts(x.dtype),
+        None if weight is None else weight.dtype,
+        None if bias is None else bias.dtype,
+        None
+        if running is None
+        else (
+            running.mean.dtype,
+            running.matrix.dtype,
+            running.num_batches is not None,
+            running.momentum is None,
+            running.is_covariance,
+        ),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) > 4096:
+            _plans.clear()
+        plan = _plans[key] = Plan(key, x)
+    return plan
+
+
+class Plan:
+    """The launches of one layer at one input shape, made once."""
+
+    def __init__(self, key: Key, x: Tensor):
+        self.key = key
+        self.shape = shape = shape_of(dense(x), key.group_size)
+        self.at = state_of(shape.channels, key.group_size, key.num_iters)
+        self.copied = dense(x) is not x
+        self.large = shape.padded > LARGEST_NEWTON
+        self.quick = x.is_cuda and not INTERPRETED
+        # A layer uses few of these: each is compiled when it is first launched.
+        self._launches: dict[str, Launch] = {}
+        self._sizes: dict[str, int] = {}
+
+    def launch(self, name: str) -> Launch:
+        found = self._launches.get(name)
+        if found is None:
+            found = self._launches[name] = getattr(self, "_" + name)()
+        return found
+
+    def _passes(self, kernel: str, function, pointers: tuple, constants: dict[str, Any], whole_batch: bool) -> Launch:
+        """A kernel that goes over the activation."""
+        shape = self.shape
+        tiles = tiles_for(kernel, shape, self.key.split)
+        count, each = programs(shape, tiles, num_sms(self.key.device))
+        integers = (shape.samples, shape.channels, shape.length, each, *((count,) if whole_batch else ()))
+        common = {"D": shape.group_size, "BD": shape.padded, "BL": tiles.block, "ROWS": shape.rows}
+        last = {"PARTS": self.key.split, "BIG": shape.big, "WHOLE": shape.whole, "STAGES": tiles.stages}
+        grid = (count, shape.num_groups)
+        return Launch(
+            function,
+            grid,
+            pointers,
+            (),
+            integers,
+            (1, 2),
+            {**common, **constants, **last},
+            tiles.warps,
+            self.key.device,
+        )
+
+    def _moments(self, backward: bool = False) -> Launch:
+        name = "cross_moments" if backward else "moments"
+        mean = torch.float32 if backward else None
+        pointers = (self.key.dtype, self.key.dtype, mean, torch.float32)
+        return self._passes(name, partial_moments, pointers, {"SELF": not backward}, True)
+
+    def _cross_moments(self) -> Launch:
+        return self._moments(backward=True)
+
+    def _reduce(self, backward: bool = False) -> Launch:
+        shape = self.shape
+        tiles = tiles_for("cross_moments" if backward else "moments", shape, self.key.split)
+        count, each = programs(shape, tiles, num_sms(self.key.device))
+        fp32 = torch.float32
+        return Launch(
+            reduce_moments,
+            (shape.num_groups, shape.padded),
+            (fp32, fp32, fp32, None if backward else fp32),
+            (),
+            (shape.samples, shape.channels, count, each * tiles.block),
+            (1,),
+            {"D": shape.group_size, "BD": shape.padded, "PB": 64, "SELF": not backward},
+            4,
+            self.key.device,
+        )
+
+    def _cross_reduce(self) -> Launch:
+        return self._reduce(backward=True)
+
+    def _newton(self) -> Launch:
+        shape, running, fp32 = self.shape, self.key.running, torch.float32
+        slots = slots_of(self.key.num_iters)
+        mean, matrix, counted, cumulative, is_covariance = running or (None, None, False, False, False)
+        return Launch(
+            newton_forward,
+            (shape.num_groups, 1),
+            (fp32,) * 5 + (mean, matrix, torch.int64 if counted else None, torch.int32),
+            (0.1, 0.1),
+            (shape.channels,),
+            (0,),
+            {
+                "T": self.key.num_iters,
+                "D": shape.group_size,
+                "BD": shape.padded,
+                "SLOTS": slots,
+                "RUNNING": running is not None,
+                "CUMULATIVE": cumulative,
+                "RUNNING_COVARIANCE": is_covariance,
+                "SAVE": slots > 0,
+                "PRECISION": precision(self.key.split),
+            },
+            NEWTON_WARPS,
+            self.key.device,
+        )
+
+    def _newton_backward(self) -> Launch:
+        shape, weight, fp32 = self.shape, self.key.weight, torch.float32
+        return Launch(
+            newton_backward,
+            (shape.num_groups, 1),
+            (fp32,) * 4 + (weight, None if weight is None else fp32, fp32),
+            (0.1,),
+            (shape.samples, shape.channels),
+            (1,),
+            {
+                "T": self.key.num_iters,
+                "D": shape.group_size,
+                "BD": shape.padded,
+                "SLOTS": slots_of(self.key.num_iters),
+                "AFFINE": weight is not None,
+                "PRECISION": precision(self.key.split),
+            },
+            NEWTON_WARPS,
+            self.key.device,
+        )
+
+    def _apply(self) -> Launch:
+        dtype, weight, bias, fp32 = self.key.dtype, self.key.weight, self.key.bias, torch.float32
+        counted = self.counts
+        pointers = (dtype, dtype, fp32, fp32, weight, bias, torch.int64 if counted else None)
+        return self._passes(
+            "apply",
+            apply_forward,
+            (*pointers, torch.int32 if counted else None),
+            {"WEIGHT": weight is not None, "BIAS": bias is not None, "COUNT": counted},
+            False,
+        )
+
+    def _apply_backward(self) -> Launch:
+        dtype, weight, fp32 = self.key.dtype, self.key.weight, torch.float32
+        return self._passes(
+            "apply_backward",
+            apply_backward,
+            (dtype,) * 3 + (fp32,) * 4 + (weight,),
+            {"WEIGHT": weight is not None},
+            False,
+        )
+
+    @property
+    def counts(self) -> bool:
+        """Whether the apply kernel moves the counter of batches."""
+        return self.key.running is not None and self.key.running[2] and not self.large
+
+    def workspace(self, x: Tensor, name: str, stream: int | None) -> Tensor:
+        """Room for the partial sums of all programs, and backward for two matrices a group.
+
+        Launches of one stream follow each other, so its layers share one buffer. A captured graph may be replayed on
+        another stream, and gets its own.
+        """
+        size = self._sizes.get(name)
+        if size is None:
+            padded, count = self.shape.padded, self.shape.num_groups
+            size = self._sizes[name] = (self.launch(name).grid[0] * (padded + 2) + 2 * padded) * count * padded
+        if stream is None or torch.cuda.is_current_stream_capturing():
+            return x.new_empty(size, dtype=torch.float32)
+        shared = _workspaces.get((self.key.device, stream))
+        if shared is None or shared.numel() < size:
+            shared = _workspaces[self.key.device, stream] = x.new_empty(size, dtype=torch.float32)
+        return shared
+
+    def stream(self, *tensors: Tensor | None) -> int | None:
+        """The current stream, or None where the tensors must be handed to Triton themselves."""
+        if not self.quick:
+            return None
+        for tensor in tensors:
+            if tensor is not None and tensor.data_ptr() & 15:
+                return None
+        return torch._C._cuda_getCurrentRawStream(self.key.device.index)

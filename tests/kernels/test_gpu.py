@@ -1,0 +1,286 @@
+"""The Triton kernels on a real GPU, against fp64: every dtype, layout and precision, and what only a GPU shows."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from checks import assert_same_state, relative_error, state_of
+from iternorm import IterNorm1d, IterNorm2d, IterNorm3d, ops, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# Error budgets against fp64: output, gradients. fp32 and TF32 are the project's own targets. For half precision the
+# budget is a small multiple of one rounding of the output (2^-9 and 2^-12).
+BUDGETS = {
+    "fp32": (torch.float32, "highest", 2e-6),
+    "tf32": (torch.float32, "high", 2e-3),
+    "bf16": (torch.bfloat16, "highest", 5e-3),
+    "fp16": (torch.float16, "highest", 2e-3),
+}
+SHAPES = [
+    ((16, 128, 16, 16), 64),
+    ((8, 80, 7, 9), 48),
+    ((8, 160, 8, 8), 64),
+    ((16, 128, 16, 16), 128),
+    ((16, 200, 9, 9), 100),
+    ((16, 12, 8, 8), 1),
+    ((16, 30, 5, 5), 8),
+    ((512, 96), 32),
+    ((16, 64, 33), 16),
+    ((4, 24, 4, 6, 5), 24),
+]
+
+
+@pytest.fixture
+def precision():
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+def activation(shape, dtype, last=False, mean=0.0):
+    """Correlated channels of moderate condition, with means of their own."""
+    channels = shape[1]
+    mixing = torch.eye(channels, device="cuda", dtype=torch.float64)
+    mixing += 0.5 * torch.randn_like(mixing) / channels**0.5
+    x = torch.einsum("ij,nj...->ni...", mixing, torch.randn(shape, device="cuda", dtype=torch.float64))
+    x = (x + mean + torch.randn(channels, device="cuda").view(1, -1, *(1,) * (len(shape) - 2))).to(dtype).contiguous()
+    if last:
+        x = x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
+    return x
+
+
+def layer_for(shape, **arguments):
+    rank = {2: IterNorm1d, 3: IterNorm1d, 4: IterNorm2d, 5: IterNorm3d}[len(shape)]
+    layer = rank(shape[1], device="cuda", **{"impl": "triton", **arguments})
+    torch.nn.init.uniform_(layer.weight, 0.5, 1.5)
+    torch.nn.init.normal_(layer.bias)
+    return layer
+
+
+def errors(layer, x, grad):
+    """Relative errors of the output and of the three gradients."""
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    y = layer(x)
+    y.backward(grad)
+    inputs = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]
+    expected = reference.iter_norm(*inputs, layer.group_size, layer.num_iters)
+    wanted = torch.autograd.grad(expected, inputs, grad.double())
+    assert y.stride() == x.stride() == x.grad.stride()
+    actual = (y, x.grad, layer.weight.grad, layer.bias.grad)
+    return [relative_error(a, b) for a, b in zip(actual, (expected, *wanted), strict=True)]
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize(("shape", "group_size"), SHAPES)
+@pytest.mark.parametrize("last", [False, True])
+def test_output_and_gradients_against_fp64(name, shape, group_size, last, precision, poisoned_memory):
+    if last and len(shape) < 4:
+        pytest.skip("channels_last has four or five dimensions")
+    dtype, setting, budget = BUDGETS[name]
+    precision(setting)
+    x = activation(shape, dtype, last)
+    # Other numbers of steps are other kernels to compile: two shapes will do.
+    for num_iters in (0, 1, 5) if shape[1] in (80, 128) else (5,):
+        found = errors(layer_for(shape, group_size=group_size, num_iters=num_iters), x, torch.randn_like(x))
+        assert max(found) < budget, (num_iters, found)
+
+
+@pytest.mark.parametrize("setting", ["highest", "high"])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_mean_of_a_thousand_deviations(setting, last, precision):
+    precision(setting)
+    x = activation((16, 64, 16, 16), torch.float32, last, mean=1000.0)
+    found = errors(layer_for(x.shape), x, torch.randn_like(x))
+    # The input's own rounding is 6e-5 of a deviation.
+    assert max(found) < (1e-4 if setting == "highest" else 2e-3), found
+
+
+@pytest.mark.parametrize("num_iters", [10, 20])
+def test_many_steps_stay_accurate(num_iters, precision):
+    precision("highest")
+    x = activation((16, 64, 16, 16), torch.float32)
+    assert max(errors_against_torch(x, num_iters)) < 1e-4
+
+
+def errors_against_torch(x, num_iters):
+    """Against the torch path in fp64: past convergence the paper's own form is not accurate."""
+    layers = [layer_for(x.shape, num_iters=num_iters), None]
+    layers[1] = copy.deepcopy(layers[0]).double()
+    layers[1].impl = "torch"
+    inputs = [x.clone().requires_grad_(), x.double().requires_grad_()]
+    outputs = [layer(i) for layer, i in zip(layers, inputs, strict=True)]
+    grad = torch.randn_like(x)
+    outputs[0].backward(grad)
+    outputs[1].backward(grad.double())
+    return relative_error(*outputs), relative_error(inputs[0].grad, inputs[1].grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("running", ["whitening", "covariance"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("group_size", [48, 100])
+def test_running_statistics_and_eval(dtype, running, momentum, group_size):
+    arguments = {"group_size": group_size, "running": running, "momentum": momentum, "device": "cuda"}
+    layers = [IterNorm2d(200, impl=impl, **arguments) for impl in ("triton", "torch")]
+    for _ in range(3):
+        x = activation((8, 200, 9, 9), dtype)
+        for layer in layers:
+            layer(x)
+    budget = 1e-5 if dtype == torch.float32 else 5e-3
+    for name, expected in layers[1].state_dict().items():
+        assert relative_error(layers[0].state_dict()[name], expected) < budget, name
+    bad = x.clone()
+    bad[3, 150, 2, 2] = torch.inf
+    before = state_of(layers[0])
+    layers[0](bad)
+    assert_same_state(layers[0], before)
+    with torch.no_grad():
+        outputs = [layer.eval()(x) for layer in layers]
+    # The torch path's convolution may use TF32, as cuDNN does by default.
+    assert relative_error(*outputs) < 5e-3
+
+
+def test_two_runs_give_the_same_bits():
+    for dtype, last in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        x = activation((32, 128, 28, 28), dtype, last)
+        grad = torch.randn_like(x)
+        layer = layer_for(x.shape)
+        runs = []
+        for _ in range(3):
+            y = layer(x.requires_grad_())
+            runs.append((y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), grad)))
+        for run in runs[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+def test_auto_chooses_the_kernels():
+    x = activation((8, 64, 8, 8), torch.float32)
+    layer = layer_for(x.shape, impl="auto")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        layer(x)
+        torch.cuda.synchronize()
+    names = {event.key for event in profile.key_averages()}
+    assert {"partial_moments", "reduce_moments", "newton_forward", "apply_forward"} <= names
+    assert len(names) <= 5, names
+
+
+def test_compiled_with_a_dynamic_batch_equals_eager():
+    layer = layer_for((8, 80, 9, 9), group_size=64)
+    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, dynamic=True)
+    for samples in (8, 12, 20):
+        x = activation((samples, 80, 9, 9), torch.float32)
+        grad = torch.randn_like(x)
+        results = []
+        for run in (layer, compiled):
+            z = x.clone().requires_grad_()
+            y = run(z)
+            results.append((y, *torch.autograd.grad(y, (z, *run.parameters()), grad)))
+        assert all(relative_error(a, b) < 1e-6 for a, b in zip(*results, strict=True))
+    for a, b in zip(layer.state_dict().values(), compiled._orig_mod.state_dict().values(), strict=True):
+        assert relative_error(a, b) < 1e-6
+
+
+def test_a_cuda_graph_replays_training_steps():
+    layer = layer_for((16, 128, 16, 16))
+    eager = copy.deepcopy(layer)
+    static, grad = activation((16, 128, 16, 16), torch.float32).requires_grad_(), torch.randn(16, 128, 16, 16).cuda()
+
+    def step(module, x):
+        y = module(x)
+        return (y, *torch.autograd.grad(y, (x, module.weight, module.bias), grad))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(layer, static)
+    torch.cuda.current_stream().wait_stream(stream)
+    step(eager, static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(layer, static)
+    for _ in range(3):
+        x = activation((16, 128, 16, 16), torch.float32)
+        with torch.no_grad():
+            static.copy_(x)
+        graph.replay()
+        expected = step(eager, x.requires_grad_())
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    for a, b in zip(layer.state_dict().values(), eager.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_no_synchronization_in_a_step():
+    layer = layer_for((16, 128, 16, 16), momentum=None)
+    x = activation((16, 128, 16, 16), torch.float32).requires_grad_()
+    layer(x).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).sum().backward()
+        layer.eval()(x.detach())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_operators_keep_their_contracts():
+    x, weight, bias = activation((8, 80, 9, 9), torch.float32), torch.rand(80).cuda(), torch.rand(80).cuda()
+    torch.library.opcheck(ops._fused_forward_op, (x, weight, bias, 64, 5, 1e-5))
+    _, state = ops._fused_forward_op(x, weight, bias, 64, 5, 1e-5)
+    torch.library.opcheck(ops._fused_backward_op, (torch.randn_like(x), x, weight, state, 64, 5, 1e-5, True))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_more_than_two_to_the_31_elements(last):
+    if torch.cuda.mem_get_info()[0] < 30e9:
+        pytest.skip("needs 30 GB of GPU memory")
+    # The same 64 images again and again have the moments of one set of them, and so must the last be as the first.
+    base = activation((64, 64, 256, 256), torch.bfloat16, last)
+    repeats = 2**31 // base.numel() + 1
+    x = torch.empty((64 * repeats, *base.shape[1:]), dtype=base.dtype, device="cuda")
+    if last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    for i in range(repeats):
+        x[64 * i : 64 * (i + 1)] = base
+    assert x.numel() > 2**31
+    layer = layer_for(x.shape)
+    x.requires_grad_()
+    y = layer(x)
+    (dx,) = torch.autograd.grad(y, x, x.detach())
+    for result in (y, dx):
+        assert torch.equal(result[:64], result[-64:])
+    z = base.clone().requires_grad_()
+    small = layer(z)
+    (dz,) = torch.autograd.grad(small, z, base)
+    assert relative_error(y[-64:], small) < 5e-3
+    assert relative_error(dx[-64:], dz) < 2e-2
+
+
+def test_other_streams_do_not_share_a_workspace():
+    layer = layer_for((32, 128, 28, 28))
+    inputs = [activation((32, 128, 28, 28), torch.float32) for _ in range(4)]
+    expected = [layer(x) for x in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(5):
+        outputs = []
+        for x, stream in zip(inputs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                outputs.append(layer(x))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+def test_a_view_that_is_not_aligned_is_normalized_too():
+    whole = torch.randn(16 * 64 * 64 + 1, device="cuda")
+    x = whole[1:].view(16, 64, 8, 8)
+    assert x.data_ptr() % 16
+    assert max(errors(layer_for(x.shape), x, torch.randn_like(x))) < 2e-6
+    y = layer_for(x.shape, affine=True)(x)
+    assert y.isfinite().all()

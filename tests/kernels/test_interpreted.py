@@ -1,0 +1,200 @@
+"""The Triton kernels on the CPU, in Triton's interpreter: their arithmetic, masks and offsets, in fp32."""
+
+import pytest
+import torch
+
+from checks import assert_same_state, correlated, relative_error, state_of
+from iternorm import IterNorm1d, IterNorm2d, IterNorm3d, functional, reference
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
+
+from iternorm import ops
+from iternorm.kernels import plan, shapes
+
+# Shape, group size, number of steps, channels_last.
+CASES = [
+    ((6, 7, 3, 4), 3, 5, False),
+    ((6, 7, 3, 4), 3, 5, True),
+    ((40, 20), 8, 3, False),
+    ((3, 40, 5), 32, 2, False),
+    ((9, 5, 2, 2, 2), 4, 1, False),
+    ((9, 5, 2, 2, 2), 5, 2, True),
+    ((2, 6, 20, 20), 4, 0, True),
+    ((2, 64, 9, 9), 64, 5, False),
+    ((2, 64, 9, 9), 64, 5, True),
+    ((3, 100, 6, 6), 72, 5, False),
+    ((2, 128, 8, 8), 128, 3, True),
+    ((5, 6, 30), 1, 5, False),
+]
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
+
+
+def layer_for(shape: tuple[int, ...], **arguments):
+    rank = {2: IterNorm1d, 3: IterNorm1d, 4: IterNorm2d, 5: IterNorm3d}[len(shape)]
+    layer = rank(shape[1], impl="triton", **arguments)
+    if layer.affine:
+        torch.nn.init.uniform_(layer.weight, 0.5, 1.5)
+        torch.nn.init.normal_(layer.bias)
+    return layer
+
+
+@pytest.mark.parametrize(("shape", "group_size", "num_iters", "last"), CASES)
+def test_output_and_gradients_equal_the_reference(shape, group_size, num_iters, last, poisoned_memory):
+    layer = layer_for(shape, group_size=group_size, num_iters=num_iters)
+    x = correlated(*shape, dtype=torch.float32)
+    x = (channels_last(x) if last else x).requires_grad_()
+    y = layer(x)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    inputs = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]
+    expected = reference.iter_norm(*inputs, group_size, num_iters)
+    gradients = torch.autograd.grad(expected, inputs, grad.double())
+    assert relative_error(y, expected) < 2e-6
+    for actual, wanted in zip((x.grad, layer.weight.grad, layer.bias.grad), gradients, strict=True):
+        assert relative_error(actual, wanted) < 2e-6
+    assert y.stride() == x.stride()
+    assert x.grad is not None
+    assert x.grad.stride() == x.stride()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_mean_of_a_thousand_deviations_costs_no_more_than_rounding_the_input(last):
+    x = torch.randn(4, 20, 8, 8) + 1000
+    x = channels_last(x) if last else x
+    y = layer_for(x.shape, group_size=8, affine=False)(x)
+    assert relative_error(y, reference.iter_norm(x.double(), group_size=8)) < 1e-4
+
+
+@pytest.mark.parametrize("running", ["whitening", "covariance"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("group_size", [8, 72])
+def test_running_statistics_equal_those_of_the_torch_path(running, momentum, group_size):
+    channels = 20 if group_size == 8 else 80
+    shape = (4, channels, 4, 4)
+    layers = [
+        IterNorm2d(channels, group_size=group_size, momentum=momentum, running=running, impl=impl)
+        for impl in ("triton", "torch")
+    ]
+    for _ in range(3):
+        x = correlated(*shape, dtype=torch.float32)
+        for layer in layers:
+            layer(x)
+    for name, expected in layers[1].state_dict().items():
+        assert relative_error(layers[0].state_dict()[name], expected) < 2e-6, name
+    x = correlated(*shape, dtype=torch.float32)
+    with torch.no_grad():
+        outputs = [layer.eval()(x) for layer in layers]
+    assert relative_error(outputs[0], outputs[1]) < 2e-6
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("group_size", [8, 72])
+def test_a_batch_that_is_not_finite_leaves_the_running_statistics(value, group_size):
+    channels = 20 if group_size == 8 else 80
+    layer = layer_for((4, channels, 4, 4), group_size=group_size, momentum=None)
+    layer(correlated(4, channels, 4, 4, dtype=torch.float32))
+    before = state_of(layer)
+    x = correlated(4, channels, 4, 4, dtype=torch.float32)
+    x[1, channels - 1, 2, 1] = value
+    layer(x)
+    assert_same_state(layer, before)
+
+
+def test_without_affine_and_without_running_statistics():
+    layer = layer_for((6, 20, 5, 5), group_size=8, affine=False, track_running_stats=False)
+    x = correlated(6, 20, 5, 5, dtype=torch.float32).requires_grad_()
+    y = layer(x)
+    (gradient,) = torch.autograd.grad(y.square().sum() + y.sum(), x)
+    z = x.detach().double().requires_grad_()
+    expected = reference.iter_norm(z, group_size=8)
+    (wanted,) = torch.autograd.grad(expected.square().sum() + expected.sum(), z)
+    assert relative_error(y, expected) < 2e-6
+    # The gradient of Σ y² is what whitening leaves of it: small differences of large terms.
+    assert (gradient - wanted).abs().max() < 1e-5 * wanted.abs().max() + 1e-5
+
+
+def test_gradients_for_the_parameters_alone():
+    layer = layer_for((6, 20, 5, 5), group_size=8)
+    x = correlated(6, 20, 5, 5, dtype=torch.float32)
+    grad = torch.randn_like(x)
+    layer(x).backward(grad)
+    inputs = [t.detach().double().requires_grad_() for t in (layer.weight, layer.bias)]
+    gradients = torch.autograd.grad(reference.iter_norm(x.double(), *inputs, group_size=8), inputs, grad.double())
+    assert relative_error(layer.weight.grad, gradients[0]) < 2e-6
+    assert relative_error(layer.bias.grad, gradients[1]) < 2e-6
+
+
+def test_a_second_backward_is_that_of_the_torch_path():
+    x = correlated(4, 6, 3, 3, dtype=torch.float32).requires_grad_()
+    gradients = []
+    for impl in ("triton", "torch"):
+        layer = IterNorm2d(6, group_size=4, impl=impl)
+        (first,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+        gradients.append(torch.autograd.grad(first.square().sum(), x)[0])
+    assert relative_error(gradients[0], gradients[1]) < 1e-5
+
+
+def test_an_input_and_a_gradient_in_other_memory_are_copied():
+    layer = layer_for((6, 10, 4, 4), group_size=8)
+    x = correlated(6, 4, 10, 4, dtype=torch.float32).permute(0, 2, 1, 3).requires_grad_()
+    assert not x.is_contiguous()
+    y = layer(x)
+    y.sum().backward()
+    expected = reference.iter_norm(x.double(), layer.weight.double(), layer.bias.double(), 8)
+    assert relative_error(y, expected) < 2e-6
+    assert x.grad is not None
+    assert x.grad.abs().max() < 1e-4
+
+
+def test_two_runs_give_the_same_bits():
+    x = correlated(6, 20, 9, 9, dtype=torch.float32)
+    layer = layer_for(x.shape, group_size=16)
+    assert torch.equal(layer(x), layer(x))
+
+
+def test_kernels_that_cannot_run_say_why():
+    with pytest.raises(ValueError, match=r'impl="triton" cannot run: they take .* not torch.float64; use impl="auto"'):
+        layer_for((4, 8, 2, 2), group_size=4, dtype=torch.float64)(torch.randn(4, 8, 2, 2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="groups of up to 128 channels, not 129"):
+        layer_for((4, 129), group_size=None)(torch.randn(4, 129))
+    with pytest.raises(ValueError, match="not 'zca'"):
+        functional.decorrelated_batch_norm(torch.randn(4, 8, 2, 2), training=True, impl="triton")
+
+
+def test_the_operators_keep_their_contracts():
+    x, weight, bias = correlated(4, 12, 3, 3, dtype=torch.float32), torch.ones(12), torch.zeros(12)
+    torch.library.opcheck(ops._fused_forward_op, (x, weight, bias, 8, 3, 1e-5))
+    torch.library.opcheck(ops._fused_forward_op, (channels_last(x), None, None, 8, 0, 1e-5))
+    _, state = ops._fused_forward_op(x, weight, bias, 8, 3, 1e-5)
+    grad = torch.randn_like(x)
+    torch.library.opcheck(ops._fused_backward_op, (grad, x, weight, state, 8, 3, 1e-5, True))
+    torch.library.opcheck(ops._fused_backward_op, (grad, x, None, state, 8, 3, 1e-5, False))
+
+
+def test_a_plan_is_made_once_and_depends_on_all_it_must():
+    x = correlated(4, 12, 3, 3, dtype=torch.float32)
+    first = plan.plan_for(x, None, None, 8, 3, None)
+    assert plan.plan_for(x.clone(), None, None, 8, 3, None) is first
+    for other in (
+        plan.plan_for(x[:3], None, None, 8, 3, None),
+        plan.plan_for(channels_last(x), None, None, 8, 3, None),
+        plan.plan_for(x, torch.ones(12), None, 8, 3, None),
+        plan.plan_for(x, None, None, 4, 3, None),
+        plan.plan_for(x, None, None, 8, 4, None),
+    ):
+        assert other is not first
+
+
+@pytest.mark.parametrize(("samples", "num_groups"), [(1, 1), (100, 3), (65536, 1), (65536, 8), (3211264, 1), (999, 40)])
+def test_programs_cover_all_tiles_and_none_is_empty(samples, num_groups):
+    shape = shapes.Shape(samples, 64 * num_groups, 1, True, 64, 64, num_groups, False, True)
+    tiles = shapes.Tiles(64, 4, 3, 2)
+    count, each = shapes.programs(shape, tiles, 132)
+    total = -(-samples // tiles.block)
+    assert (count - 1) * each < total <= count * each
+    assert count * num_groups <= max(132 * tiles.per_sm, num_groups)
