@@ -52,10 +52,10 @@ def pretrained(images, labels, steps: int) -> ResNetForImageClassification:
     size: dict[str, Any] = {
         "embedding_size": 32,
         "hidden_sizes": [32, 64, 96, 128],
-        "depths": [1] * 4,
+        "depths": [1, 1, 1, 1],
         "num_labels": 10,
     }
-    model = ResNetForImageClassification(ResNetConfig(embedding_size=32, **size))
+    model = ResNetForImageClassification(ResNetConfig(**size))
     train(model, images, labels, steps, lr=0.05)
     return model
 
