@@ -96,6 +96,10 @@ class SyncIterNorm(_IterNorm):
                     "build the same layer, and give inputs of the same channels and dtype, on every rank"
                 )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A saved layer may be loaded by some ranks of another group: those have not agreed yet.
+        return {**self.__dict__, "_agreed": None}
+
     def __deepcopy__(self, memo: dict) -> "SyncIterNorm":
         # A process group cannot be copied, and a copy of the layer belongs to the same one.
         memo[id(self.process_group)] = self.process_group
