@@ -42,11 +42,11 @@ def test_eager_time_is_that_of_one_step(fake_cuda, monkeypatch):
 
 
 def test_peak_memory_counts_workspaces_and_subtracts_what_was_there(fake_cuda, monkeypatch):
-    launch = SimpleNamespace(_workspaces={"kept": torch.zeros(1)})
-    monkeypatch.setitem(sys.modules, "iternorm.kernels.launch", launch)
+    plan = SimpleNamespace(_workspaces={"kept": torch.zeros(1)})
+    monkeypatch.setitem(sys.modules, "iternorm.kernels.plan", plan)
 
     def step():
-        assert not launch._workspaces
+        assert not plan._workspaces
         assert fake_cuda.log == ["cublas", "empty_cache"]
         fake_cuda.peak = fake_cuda.allocated + 70
 
@@ -71,8 +71,8 @@ def test_the_reason_is_one_line_and_names_the_error():
 
 
 def test_workspaces_that_the_measurement_drops_exist_under_their_name():
-    launch = pytest.importorskip("iternorm.kernels.launch", reason="triton is not installed")
-    assert isinstance(launch._workspaces, dict)
+    plan = pytest.importorskip("iternorm.kernels.plan", reason="triton is not installed")
+    assert isinstance(plan._workspaces, dict)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_training_step_learns_in_its_precision_and_layout(small_batch):
     for setting in training.SETTINGS:
         step = training.TrainingStep(nn.BatchNorm2d, setting, torch.device("cpu"), tiny_vgg)
         outputs = []
-        handle = step.model.features[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+        handle = step.model.features[0].register_forward_hook(lambda *called, seen=outputs: seen.append(called[-1]))
         losses = [step().item()]
         handle.remove()
         assert outputs[0].dtype == setting.dtype

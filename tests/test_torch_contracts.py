@@ -246,4 +246,5 @@ def test_the_torch_path_on_a_gpu_equals_the_cpu(kind, channels_last):
         x = x.to(memory_format=torch.channels_last)
     expected = step(copy.deepcopy(layer).double(), x.double())
     actual = step(layer.cuda(), x.cuda())
-    assert_all_close([t.cpu() for t in actual], expected, 1e-4)
+    # The gradient for the weight is a sum that cancels under a mean of ten deviations: 1.1e-4 was seen on an H200.
+    assert_all_close([t.cpu() for t in actual], expected, 3e-4)

@@ -157,3 +157,135 @@ def bench(
             console.print(line, highlight=False)
     if json is not None:
         console.print(f"Written: {json}", highlight=False, soft_wrap=True)
+
+
+@verb
+def analyze(
+    model_factory: Annotated[str, typer.Argument(help="module:function or file.py:function that returns a model.")],
+    data: Annotated[
+        str,
+        typer.Option(
+            help="digits, mnist, cifar10 (the latter under $ITERNORM_DATA), a .npy, .npz or .pt file, or "
+            "a folder of images."
+        ),
+    ],
+    batch_size: Annotated[int, typer.Option(help="Examples in a batch of the pass over the data.")] = 64,
+    examples: Annotated[int, typer.Option(help="Examples to look at, chosen at random.")] = 2048,
+    snd: Annotated[str, typer.Option(help="Batch sizes to estimate the batch noise (SND) for, or off.")] = "8,32,128",
+    layer: Annotated[
+        list[str] | None, typer.Option(help="Name of a layer; repeat it. All normalization layers unless given.")
+    ] = None,
+    alternative: Annotated[
+        list[str] | None, typer.Option(help="What to compare with: BN, 'DBN-16', 'IterNorm T=5 d=64'; repeat it.")
+    ] = None,
+    mode: Annotated[str, typer.Option(help="train (batch statistics) or eval (running statistics).")] = "train",
+    image_size: Annotated[int | None, typer.Option(help="Scale and crop the images of a folder to this.")] = None,
+    flatten: Annotated[bool, typer.Option("--flatten", help="Give the model vectors instead of images.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Decides the examples, their order and the draws.")] = 0,
+    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write all values to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write a page with plots to this file.")] = None,
+) -> None:
+    """Show conditioning, correlation, batch noise and drift of every normalization layer of a model."""
+    from iternorm.analysis import Whitening
+    from iternorm.analysis import analyze as analyze_model
+    from iternorm.experiments import inputs
+
+    sizes = _batch_sizes(snd)
+    others = None if not alternative else [Whitening.parse(label) for label in alternative]
+    model = inputs.build_model(model_factory).to(device)
+    batches = inputs.open_batches(
+        data, batch_size=batch_size, max_examples=examples, image_size=image_size, flatten=flatten, seed=seed
+    )
+    with _progress() as progress:
+        tasks = {"batches": progress.add_task("batches", total=len(batches))}
+
+        def step(stage: str, done: int, total: int | None) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, total=total)
+            progress.update(tasks[stage], completed=done)
+
+        options: dict[str, Any] = {"layers": layer or None, "batch_sizes": sizes, "mode": mode, "seed": seed}
+        result = analyze_model(model, batches, alternatives=others, progress=step, **options)
+    console.print(result.table(), highlight=False, soft_wrap=True, markup=False)
+    for path, write in ((json, result.to_json), (html, result.to_html)):
+        if path is not None:
+            write(path)
+            console.print(f"Written: {path}", highlight=False, soft_wrap=True)
+
+
+def _batch_sizes(text: str) -> tuple[int, ...]:
+    if text.strip().lower() == "off":
+        return ()
+    try:
+        return tuple(sorted({int(size) for size in text.split(",")}))
+    except ValueError:
+        raise ValueError(f"--snd is {text!r}, but batch sizes such as 8,32,128 or off are needed") from None
+
+
+_Results = Annotated[Path, typer.Option("--results", file_okay=False, help="The folder of results.")]
+_Smoke = Annotated[bool, typer.Option("--smoke", help="The small size, of seconds.")]
+_Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+
+
+@verb
+def ls(results: _Results = Path("results")) -> None:
+    """List the experiments: figures and tables of the paper, and which of them have results here."""
+    from rich.table import Table
+
+    from iternorm.experiments import registry
+
+    table = Table("id", "what", "cost", "results", box=None, pad_edge=False)
+    for name in registry.EXPERIMENTS:
+        experiment = registry.get(name)
+        finished, total = registry.count_finished(experiment, results)
+        table.add_row(name, experiment.title.rstrip("."), experiment.cost, f"{finished} of {total}")
+    console.print(table, highlight=False)
+
+
+@verb
+def run(
+    experiment: Annotated[str, typer.Argument(help="An id that `iternorm ls` lists.")],
+    smoke: _Smoke = False,
+    device: _Device = "cpu",
+    results: _Results = Path("results"),
+) -> None:
+    """Run what is not finished of an experiment, and keep the results."""
+    from iternorm.experiments import registry
+
+    chosen = registry.get(experiment)
+    with _progress() as progress:
+        task = progress.add_task(experiment, total=None)
+
+        def step(job: str, done: int, total: int) -> None:
+            progress.update(task, description=f"{experiment} {job}", completed=done, total=total)
+
+        for outcome in registry.run(chosen, results, smoke=smoke, device=device, progress=step):
+            if outcome.set_aside is not None:
+                progress.console.print(f"warning: {outcome.set_aside}", style="yellow", highlight=False, markup=False)
+            state = "finished before" if outcome.skipped else f"{outcome.result.seconds:.1f} s"
+            console.print(f"{outcome.path}  ({state})", highlight=False, soft_wrap=True, markup=False)
+
+
+@verb
+def plot(
+    experiment: Annotated[str, typer.Argument(help="An id that `iternorm ls` lists.")],
+    smoke: _Smoke = False,
+    device: _Device = "cpu",
+    results: _Results = Path("results"),
+    out: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="The figure's file (.png, .svg or .pdf); beside the results unless given."),
+    ] = None,
+) -> None:
+    """Draw an experiment's figure from its results alone."""
+    _require("matplotlib")
+    from iternorm.experiments import registry
+
+    chosen = registry.get(experiment)
+    figure = chosen.plot(registry.load(chosen, results, smoke=smoke, device=device))
+    name = experiment + ("-smoke" if smoke else "") + ("" if device == "cpu" else f"-{device}")
+    path = out if out is not None else results / experiment / f"{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    console.print(f"Written: {path}", highlight=False, soft_wrap=True)

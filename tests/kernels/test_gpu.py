@@ -166,9 +166,9 @@ def test_auto_chooses_the_kernels():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         layer(x)
         torch.cuda.synchronize()
-    names = {event.key for event in profile.key_averages()}
-    assert {"partial_moments", "reduce_moments", "newton_forward", "apply_forward"} <= names
-    assert len(names) <= 5, names
+    # What is left beside the calls of the runtime are kernels.
+    names = {event.key for event in profile.key_averages() if not event.key.startswith(("cu", "Activity"))}
+    assert names == {"partial_moments", "reduce_moments", "newton_forward", "apply_forward"}
 
 
 def test_compiled_with_a_dynamic_batch_equals_eager():

@@ -62,6 +62,15 @@ def test_output_and_gradients_equal_the_reference(shape, group_size, num_iters, 
     assert x.grad.stride() == x.stride()
 
 
+def test_many_steps_stay_accurate():
+    x = correlated(8, 16, 6, 6, dtype=torch.float32)
+    outputs = [
+        IterNorm2d(16, num_iters=25, impl=impl)(x.to(dtype))
+        for impl, dtype in (("triton", torch.float32), ("torch", torch.float64))
+    ]
+    assert relative_error(*outputs) < 1e-5
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_a_mean_of_a_thousand_deviations_costs_no_more_than_rounding_the_input(last):
     x = torch.randn(4, 20, 8, 8) + 1000

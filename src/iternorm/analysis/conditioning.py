@@ -75,6 +75,17 @@ def update_moments(total: Moments | None, samples: Tensor) -> Moments:
     return Moments(num_samples, mean, scatter)
 
 
+def merge_moments(total: Moments | None, batch: Moments) -> Moments:
+    """The moments of two sets of samples together; the scatter of `total` is overwritten."""
+    if total is None:
+        return Moments(batch.num_samples, batch.mean, batch.scatter.clone())
+    num_samples = total.num_samples + batch.num_samples
+    shift = batch.mean - total.mean
+    weight = total.num_samples * batch.num_samples / num_samples
+    total.scatter.add_(batch.scatter).addr_(shift, shift, alpha=weight)
+    return Moments(num_samples, total.mean + shift * (batch.num_samples / num_samples), total.scatter)
+
+
 def covariance(x: Tensor) -> Tensor:
     """The biased covariance ``[C, C]`` of the channels of an activation ``[N, C]`` or ``[N, C, ...]``.
 

@@ -7,19 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from iternorm import groups
-
-from .conditioning import (
-    condition_number_of_spectrum,
-    correlation,
-    effective_rank_of_spectrum,
-    mean_absolute_correlation,
-    spectrum,
-)
-from .operations import Whitening, batch_norm, decorrelated_batch_norm, iter_norm, multiply_blocks
-from .probes import PER_EXAMPLE, LayerProbe, Reservoir, find_layers, hooked, preserved
-from .stochasticity import snd
-from .summary import AlternativeAnalysis, LayerAnalysis, ModelAnalysis, NoiseEstimate, SideAnalysis
+from .layer import summarize_layer
+from .operations import Whitening, batch_norm, decorrelated_batch_norm, iter_norm, operation_of
+from .pools import SamplePool, StatisticsPool, statistics_bytes
+from .probes import LayerProbe, find_layers, hooked, num_channels, preserved
+from .summary import ModelAnalysis
 
 ALTERNATIVES = (
     batch_norm(),
@@ -29,12 +21,9 @@ ALTERNATIVES = (
     iter_norm(7, group_size=64),
 )
 
-# What is kept of a spectrum and of a correlation matrix for the plots.
-_SPECTRUM_POINTS = 128
-_CORRELATION_CELLS = 32
-# Positions of one example that the noise is estimated from, and samples it is watched on.
-_POOL_POSITIONS = 16
+# Samples that SND is watched on, and the fewest mini-groups to draw batches from.
 _NOISE_SAMPLES = 256
+_MINI_GROUPS = 64
 
 
 def analyze(
@@ -52,7 +41,7 @@ def analyze(
     memory_budget: int = 2**30,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     progress: Callable[[str, int, int | None], None] | None = None,
-) -> "ModelAnalysis":
+) -> ModelAnalysis:
     """Measure what every normalization layer of a model does to its data, in one pass over `batches`.
 
     For each layer: condition number, mean absolute correlation and effective rank of input and output; the Stochastic
@@ -60,9 +49,10 @@ def analyze(
     alternatives would do to the conditioning; the drift of the running statistics. Nothing grows with the number of
     batches. The model is left as it was (modes, buffers, random states, hooks), after an exception too.
 
-    Covariances are taken over all examples of the pass, in fp32 for half and single precision. SND is estimated from
-    batches drawn from a uniform sample of the examples; drawing B of only K examples makes it smaller by about
-    √(1 - B/K).
+    Covariances are taken over all examples of the pass, in fp32 for half and single precision. For SND the sums of
+    mini-groups of examples over all their positions are kept (a common divisor of `batch_sizes` examples each), and
+    batches are put together from them; drawing B of only K examples makes SND smaller by about √(1 - B/K). The order of
+    the examples should be random.
 
     Args:
         model: The model. Gradients are not needed and not touched.
@@ -76,9 +66,10 @@ def analyze(
         positions: Positions (pixels, tokens) of an example that enter the covariances, on a grid whose origin changes
             from batch to batch; None is all of them.
         draws: Batches drawn for each estimate of SND.
-        pool_size: Examples kept for SND; at least four times the largest batch size are kept.
+        pool_size: Examples to draw them from; at least four times the largest batch size.
         seed: Decides grids, kept examples and draws.
-        memory_budget: Bytes for the kept examples of all layers, by keeping fewer positions of each (one at least).
+        memory_budget: Bytes for what is kept for SND in all layers; the pool is made smaller where it does not fit,
+            down to twice the largest batch size.
         forward: How to run the model on an entry of `batches`, where that is not one of the three forms above.
         progress: Called as ``progress(stage, done, total)`` after each batch (total None) and each layer.
 
@@ -95,6 +86,8 @@ def analyze(
     """
     if mode not in ("train", "eval"):
         raise ValueError(f"mode is {mode!r}, but 'train' or 'eval' is needed")
+    if draws < 2:
+        raise ValueError(f"draws is {draws}, but 2 or more batches are needed to see a spread")
     if positions is not None and positions < 1:
         raise ValueError(f"positions is {positions}, but None or 1 or more is needed")
     for size in batch_sizes:
@@ -103,11 +96,8 @@ def analyze(
     if alternatives is None:
         alternatives = ALTERNATIVES if batch_sizes else ()
     found = find_layers(model, layers)
-    pool_size = max(pool_size, 4 * max(batch_sizes, default=0))
-    probes = {}
-    for name, layer in found.items():
-        pool = Reservoir(pool_size, _POOL_POSITIONS, memory_budget // len(found), seed) if batch_sizes else None
-        probes[name] = LayerProbe(name, layer, positions, pool, seed)
+    pools = _pools(found, batch_sizes, alternatives, pool_size, memory_budget, seed)
+    probes = {name: LayerProbe(name, layer, positions, pools.get(name), seed) for name, layer in found.items()}
     _stream(model, batches, probes, mode, forward, progress)
 
     reached = [probe for probe in probes.values() if probe.before is not None]
@@ -117,11 +107,39 @@ def analyze(
     results = []
     for done, probe in enumerate(reached):
         with torch.no_grad():
-            results.append(_summarize(probe, batch_sizes, alternatives, draws, seed))
+            results.append(summarize_layer(probe, batch_sizes, alternatives, draws, seed))
         if progress is not None:
             progress("layers", done + 1, len(reached))
     unreached = [name for name, probe in probes.items() if probe.before is None]
     return ModelAnalysis(type(model).__name__, mode, results, unreached)
+
+
+def _pools(
+    layers: Mapping[str, nn.Module],
+    batch_sizes: Sequence[int],
+    alternatives: Sequence[Whitening],
+    pool_size: int,
+    memory_budget: int,
+    seed: int,
+) -> dict[str, tuple[StatisticsPool, SamplePool]]:
+    if not batch_sizes:
+        return {}
+    largest = max(batch_sizes)
+    pool_size = max(pool_size, 4 * largest)
+    # Large mini-groups take less memory; batches of the largest size must still differ in many ways.
+    common = math.gcd(*batch_sizes)
+    examples = max(n for n in range(1, common + 1) if common % n == 0 and (n == 1 or pool_size // n >= _MINI_GROUPS))
+    group_sizes = {}
+    for name, layer in layers.items():
+        own = operation_of(layer)
+        group_sizes[name] = [operation.group_size for operation in (*alternatives, *([own] if own is not None else []))]
+    needed = sum(statistics_bytes(num_channels(layer), group_sizes[name]) for name, layer in layers.items())
+    size = pool_size // examples
+    size = max(min(size, memory_budget // max(needed, 1)), 2 * largest // examples)
+    return {
+        name: (StatisticsPool(examples, size, group_sizes[name], seed), SamplePool(_NOISE_SAMPLES, seed))
+        for name in layers
+    }
 
 
 def _stream(
@@ -202,102 +220,3 @@ def _check_batch_sizes(probes: Sequence[LayerProbe], batch_sizes: Sequence[int])
                 f"batch_sizes holds {largest}, but layer {probe.name!r} saw only {probe.num_examples} examples: "
                 "give more batches or smaller batch sizes"
             )
-
-
-def _summarize(
-    probe: LayerProbe, batch_sizes: Sequence[int], alternatives: Sequence[Whitening], draws: int, seed: int
-) -> LayerAnalysis:
-    assert probe.before is not None
-    assert probe.after is not None
-    covariance = probe.before.covariance
-    noise, own_noise = [], {}
-    if probe.pool is not None:
-        examples = probe.pool.examples
-        rows = examples.mT.flatten(0, 1)
-        generator = torch.Generator().manual_seed(seed)
-        samples = rows[torch.randperm(len(rows), generator=generator)[:_NOISE_SAMPLES].to(rows.device)]
-
-        def estimate(operation: Whitening, size: int) -> tuple[float, float]:
-            result = snd(operation, examples, size, samples=samples, draws=draws, seed=seed)
-            return result.value, result.standard_error
-
-        for size in batch_sizes:
-            if isinstance(probe.layer, PER_EXAMPLE):
-                own_noise[size] = (0.0, 0.0)
-            elif probe.operation is not None:
-                own_noise[size] = estimate(probe.operation, size)
-            for operation in alternatives:
-                # The layer's own operation is among the alternatives more often than not.
-                known = own_noise.get(size) if operation == probe.operation else None
-                noise.append(NoiseEstimate(operation.label, size, *(known or estimate(operation, size))))
-    own_label = probe.operation.label if probe.operation is not None else type(probe.layer).__name__
-    return LayerAnalysis(
-        name=probe.name,
-        kind=type(probe.layer).__name__,
-        operation=own_label,
-        num_channels=covariance.shape[0],
-        num_samples=probe.before.num_samples,
-        num_examples=probe.num_examples,
-        num_positions=probe.num_positions,
-        before=_side(covariance),
-        after=_side(probe.after.covariance),
-        noise=[NoiseEstimate(own_label, size, *value) for size, value in own_noise.items()],
-        noise_pool=0 if probe.pool is None else len(probe.pool.examples),
-        alternatives=[_alternative(operation, covariance, noise) for operation in alternatives],
-        drift=_drift(probe, covariance),
-    )
-
-
-def _side(covariance: Tensor) -> SideAnalysis:
-    eigenvalues = spectrum(covariance)
-    return SideAnalysis(
-        condition_number=condition_number_of_spectrum(eigenvalues).item(),
-        mean_absolute_correlation=mean_absolute_correlation(covariance).item(),
-        effective_rank=effective_rank_of_spectrum(eigenvalues).item(),
-        spectrum=_thinned(eigenvalues),
-        correlation=_pooled(correlation(covariance).abs()),
-    )
-
-
-def _alternative(operation: Whitening, covariance: Tensor, noise: Sequence[NoiseEstimate]) -> AlternativeAnalysis:
-    output = operation.normalized_covariance(covariance)
-    return AlternativeAnalysis(
-        operation=operation.label,
-        condition_number=condition_number_of_spectrum(spectrum(output)).item(),
-        mean_absolute_correlation=mean_absolute_correlation(output).item(),
-        noise=[estimate for estimate in noise if estimate.operation == operation.label],
-    )
-
-
-def _thinned(eigenvalues: Tensor) -> list[tuple[int, float]]:
-    """(rank, eigenvalue) of all eigenvalues, or of evenly spread ones that include the first and the last."""
-    count = len(eigenvalues)
-    ranks = torch.linspace(0, count - 1, min(count, _SPECTRUM_POINTS)).round().long().unique().tolist()
-    values = eigenvalues.tolist()
-    return [(rank + 1, values[rank]) for rank in ranks]
-
-
-def _pooled(matrix: Tensor) -> list[list[float]]:
-    """The matrix averaged over square blocks, small enough for a picture of it."""
-    cells = math.ceil(matrix.shape[0] / math.ceil(matrix.shape[0] / _CORRELATION_CELLS))
-    pooled = nn.functional.adaptive_avg_pool2d(matrix[None].float(), cells)[0]
-    return [[round(value, 3) for value in row] for row in pooled.tolist()]
-
-
-def _drift(probe: LayerProbe, covariance: Tensor) -> float | None:
-    """The root mean square distance, by channel, between the outputs by running and by measured statistics.
-
-    With A, m of the running statistics and B, µ of the data, E‖A (x - m) - B (x - µ)‖² / C over data of mean µ and
-    covariance Σ is (tr (A - B) Σ (A - B)ᵀ + ‖A (µ - m)‖²) / C.
-    """
-    if probe.running is None or probe.operation is None or probe.before is None:
-        return None
-    mean, matrices = (statistic.to(covariance) for statistic in probe.running)
-    parts = groups.parts(len(mean), probe.operation.group_size)
-    running = [part.of(matrices) for part in parts]
-    measured = probe.operation.whitening_blocks(covariance)
-    difference = [a - b for a, b in zip(running, measured, strict=True)]
-    half = multiply_blocks(difference, covariance)
-    spread = multiply_blocks(difference, half.mT).trace()
-    offset = multiply_blocks(running, (probe.before.mean - mean)[:, None]).square().sum()
-    return ((spread.clamp_min(0) + offset) / len(mean)).sqrt().item()

@@ -4,6 +4,8 @@
 and the noise of a batch are measured on, many batches at a time.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
@@ -63,39 +65,60 @@ class Whitening:
         solver = "" if self.solver == "zca" else f" {self.solver}"
         return "DBN" + (f"-{self.group_size}" if self.group_size else "") + solver
 
+    @classmethod
+    def parse(cls, label: str, eps: float = 1e-5) -> "Whitening":
+        """The operation of a `label`.
+
+        Example:
+            >>> Whitening.parse("IterNorm T=7 d=64").label, Whitening.parse("DBN-16 pca").solver
+            ('IterNorm T=7 d=64', 'pca')
+        """
+        if label == "BN":
+            return batch_norm(eps)
+        if found := re.fullmatch(r"IterNorm(?: T=(\d+))?(?: d=([1-9]\d*))?", label):
+            return iter_norm(int(found[1] or 5), int(found[2]) if found[2] else None, eps)
+        if found := re.fullmatch(r"DBN(?:-([1-9]\d*))?(?: (zca|pca|cholesky))?", label):
+            return decorrelated_batch_norm(cast(Solver, found[2] or "zca"), int(found[1]) if found[1] else None, eps)
+        raise ValueError(f"no operation is called {label!r}: use BN, DBN, DBN-16, DBN-16 pca, IterNorm T=5 or the like")
+
     def whitening(self, covariance: Tensor) -> Tensor:
         """The whitening matrices of covariances ``[..., d, d]``, to whose diagonals eps is added here."""
-        regularized = covariance.clone()
+        iterated = self.solver == "newton" or covariance.shape[-1] == 1
+        # fp64: an eigenvalue of zero (a batch smaller than the group) has to stay below eps, which rounding in fp32 of
+        # the largest eigenvalue may exceed.
+        regularized = covariance.clone() if iterated else covariance.to(torch.float64, copy=True)
         regularized.diagonal(dim1=-2, dim2=-1).add_(self.eps)
         if covariance.shape[-1] == 1:
             return regularized.rsqrt()
         if self.solver == "newton":
             return solvers.newton(regularized, self.num_iters)
-        # fp64: an eigenvalue of zero (a batch smaller than the group) has to stay below eps, which rounding in fp32 of
-        # the largest eigenvalue may exceed.
-        return getattr(solvers, self.solver)(regularized.double()).to(covariance.dtype)
+        return getattr(solvers, self.solver)(regularized).to(covariance.dtype)
 
     def fit(self, batches: Tensor) -> list[AffineMaps]:
         """The affine maps of k reference batches ``[k, m, C]``: one entry for the full groups, one for the remainder.
 
         They are made in fp64 where `solver` decomposes the covariance, and returned in the dtype of `batches`.
         """
-        maps = []
+        if self.group_size == 1:
+            variance, mean = torch.var_mean(batches, dim=1, correction=0)
+            return self.maps(mean, [variance[..., None, None]])
+        exact = batches if self.solver == "newton" else batches.double()
+        mean = exact.mean(1)
+        centered = exact - mean[:, None]
+        covariances = []
         for part in groups.parts(batches.shape[-1], self.group_size):
-            block = batches[..., part.channels]
-            if part.size == 1:
-                variance, mean = torch.var_mean(block, dim=1, correction=0)
-                scale = (variance + self.eps).rsqrt()
-                maps.append(AffineMaps(scale[..., None, None], (-scale * mean)[..., None]))
-                continue
-            if self.solver != "newton":
-                block = block.double()
-            grouped = block.unflatten(-1, (part.count, part.size)).transpose(1, 2)
-            mean = grouped.mean(2, keepdim=True)
-            centered = grouped - mean
-            whitening = self.whitening(centered.mT @ centered / batches.shape[1])
-            shift = -(whitening @ mean.mT).squeeze(-1)
-            maps.append(AffineMaps(whitening.to(batches.dtype), shift.to(batches.dtype)))
+            grouped = centered[..., part.channels].unflatten(-1, (part.count, part.size)).transpose(1, 2)
+            covariances.append(grouped.mT @ grouped / batches.shape[1])
+        maps = self.maps(mean, covariances)
+        return [AffineMaps(block.linear.to(batches.dtype), block.shift.to(batches.dtype)) for block in maps]
+
+    def maps(self, mean: Tensor, covariances: Sequence[Tensor]) -> list[AffineMaps]:
+        """The affine maps of k batches, from their means ``[k, C]`` and covariances ``[k, G, d, d]`` by part."""
+        maps = []
+        for part, covariance in zip(groups.parts(mean.shape[-1], self.group_size), covariances, strict=True):
+            whitening = self.whitening(covariance)
+            center = mean[:, part.channels].unflatten(1, (part.count, part.size, 1))
+            maps.append(AffineMaps(whitening, -(whitening @ center).squeeze(-1)))
         return maps
 
     def normalized_covariance(self, covariance: Tensor) -> Tensor:

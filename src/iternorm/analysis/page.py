@@ -24,7 +24,7 @@ def page(analysis: ModelAnalysis) -> str:
     if any(layer.alternatives for layer in analysis.layers):
         sections.append(("What other normalizations would do", _alternatives(analysis)))
     # The panels of few layers are open; a hundred would be a page nobody scrolls through.
-    opened = len(analysis.layers) <= 3
+    opened = len(analysis.layers) <= 6
     sections.append(("Layer by layer", "\n".join(_panel(layer, opened) for layer in analysis.layers)))
     layers = len(analysis.layers)
     subtitle = f"{analysis.model}, {layers} layer{'s' if layers != 1 else ''}, measured in {analysis.mode} mode"

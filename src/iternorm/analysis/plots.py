@@ -92,9 +92,14 @@ def line_svg(
         points = [(x_scale(x), y_scale(y)) for x, y in kept[name]]
         path = ""
         for x, y in series[name]:
-            drawn = _drawable(x, x_log) and _drawable(y, y_log)
-            path += f"{'L' if path and path[-1] != ' ' else 'M'}{x_scale(x):.1f} {y_scale(y):.1f}" if drawn else " "
-        parts.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.6" stroke-linejoin="round"/>')
+            if not (_drawable(x, x_log) and _drawable(y, y_log)):
+                path += " "
+                continue
+            place = f"{x_scale(x):.1f} {y_scale(y):.1f}"
+            # A line of no length has round ends: it shows a point between two gaps.
+            path += f"L{place}" if path.strip() and path[-1] != " " else f"M{place}h0"
+        shape = 'fill="none" stroke-width="1.6" stroke-linejoin="round" stroke-linecap="round"'
+        parts.append(f'<path d="{path}" stroke="{color}" {shape}/>')
         if markers or len(points) == 1:
             dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)
             parts.append(f'<path d="{dots}" stroke="{color}" stroke-width="5" stroke-linecap="round"/>')

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from iternorm.modules import WhiteningNorm
 
-from .conditioning import Moments, samples_by_channels, update_moments
+from .conditioning import Moments, merge_moments, samples_by_channels, update_moments
 from .operations import operation_of
+from .pools import SamplePool, StatisticsPool
 
 # Layers that normalize each example by itself: the batch adds no noise.
 PER_EXAMPLE = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
+# Layers whose output is known to be a scale and a shift of each channel; a subclass may add an activation.
+CHANNELWISE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMALIZATIONS = (nn.modules.batchnorm._BatchNorm, WhiteningNorm, *PER_EXAMPLE)
 
 
@@ -26,39 +29,66 @@ class LayerProbe:
         layer: The layer.
         positions: Positions (pixels, tokens) of an example to measure, on a regular grid whose origin changes from
             batch to batch; None is all of them.
-        pool: What to keep of single examples, or None.
+        pools: What to keep of batches and of single examples for SND, or None.
         seed: Decides grid origins.
     """
 
-    def __init__(self, name: str, layer: nn.Module, positions: int | None, pool: "Reservoir | None", seed: int):
+    def __init__(
+        self,
+        name: str,
+        layer: nn.Module,
+        positions: int | None,
+        pools: tuple[StatisticsPool, SamplePool] | None,
+        seed: int,
+    ):
         self.name = name
         self.layer = layer
         self.operation = operation_of(layer)
         self.positions = positions
-        self.pool = pool
+        self.pools = pools
         self.num_examples = 0
         self.num_positions = 0
         self.before: Moments | None = None
         self.after: Moments | None = None
         self.running = _running_statistics(layer)
         self._random = random.Random(seed)
-        self._grid: tuple[slice, ...] = ()
+        # The shape of an example's positions, and the slices of it that are measured.
+        self._grid: tuple[torch.Size, tuple[slice, ...]] = (torch.Size(), ())
+        # The last input and its moments, of a channelwise layer, until its output is seen.
+        self._last: tuple[Tensor, Moments] | None = None
 
     def see_input(self, x: Tensor) -> Tensor:
         """Take in the input of one call. Returns whether all of it is finite, as a tensor on its device."""
         x = self._channels_first(x)
         self.num_examples += x.shape[0]
         self.num_positions = x[0, 0].numel()
-        self._grid = self._choose_grid(x.shape[2:])
-        self.before = update_moments(self.before, self._rows(x))
-        if self.pool is not None:
-            self.pool.add(x)
+        self._grid = x.shape[2:], self._choose_grid(x.shape[2:])
+        rows = self._rows(x)
+        if type(self.layer) in CHANNELWISE:
+            self._last = rows, update_moments(None, rows)
+            self.before = merge_moments(self.before, self._last[1])
+        else:
+            self.before = update_moments(self.before, rows)
+        for pool in self.pools or ():
+            pool.add(x)
         # A sum is not finite where an element is not: one pass, and nothing the size of the activation is made.
         return x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()
 
     def see_output(self, y: Tensor) -> None:
-        """Take in the output of the call whose input was last seen, at the same positions."""
-        self.after = update_moments(self.after, self._rows(self._channels_first(y)))
+        """Take in the output of the call whose input was last seen, at the same positions where they are the same."""
+        rows = self._rows(self._channels_first(y))
+        if self._last is None:
+            self.after = update_moments(self.after, rows)
+            return
+        # The scale of each channel, by regression, makes the scatter of the output from that of the input: the products
+        # of all pairs of channels are most of the work, and need not be done again.
+        inputs, batch = self._last
+        self._last = None
+        mean = rows.mean(0)
+        variance = batch.scatter.diagonal()
+        slope = ((inputs - batch.mean) * (rows - mean)).sum(0) / torch.where(variance > 0, variance, 1)
+        batch.scatter.mul_(slope).mul_(slope[:, None])
+        self.after = merge_moments(self.after, Moments(batch.num_samples, mean, batch.scatter))
 
     def _channels_first(self, x: Tensor) -> Tensor:
         """``[N, C, ...]`` in at least fp32 where it is small; the channels of LayerNorm are what it normalizes over."""
@@ -80,7 +110,11 @@ class LayerProbe:
         return tuple(slice(self._random.randrange(min(stride, size)), None, stride) for size in shape)
 
     def _rows(self, x: Tensor) -> Tensor:
-        rows = samples_by_channels(x[(slice(None), slice(None), *self._grid)])
+        shape, grid = self._grid
+        # A module that is no normalization may change the shape.
+        if x.shape[2:] != shape:
+            grid = self._choose_grid(x.shape[2:])
+        rows = samples_by_channels(x[(slice(None), slice(None), *grid)])
         return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
@@ -89,54 +123,6 @@ def _grid_size(shape: torch.Size, stride: int) -> int:
     for size in shape:
         count *= -(-size // stride)
     return count
-
-
-class Reservoir:
-    """A uniform sample of the examples of a stream (Vitter's algorithm R), a few positions of each.
-
-    Args:
-        size: Examples to keep.
-        positions: Positions to keep of each, at most.
-        budget: Bytes to stay below by keeping fewer positions, one at least.
-        seed: Decides which examples stay.
-    """
-
-    def __init__(self, size: int, positions: int, budget: int, seed: int):
-        self.size = size
-        self.positions = positions
-        self.budget = budget
-        self.seen = 0
-        # [size, P, C], allocated when the first batch shows its shape.
-        self._rows: Tensor | None = None
-        self._random = random.Random(seed)
-
-    def add(self, x: Tensor) -> None:
-        """Offer the examples of an activation ``[N, C, ...]``."""
-        flat = x.flatten(2) if x.ndim > 2 else x[..., None]
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        if self._rows is None:
-            example = self.size * x.shape[1] * dtype.itemsize
-            count = max(1, min(self.positions, flat.shape[2], self.budget // example))
-            self._rows = torch.zeros(self.size, count, x.shape[1], dtype=dtype, device=x.device)
-        slots: dict[int, int] = {}
-        for example in range(x.shape[0]):
-            slot = self.seen if self.seen < self.size else self._random.randrange(self.seen + 1)
-            self.seen += 1
-            if slot < self.size:
-                slots[slot] = example
-        if slots:
-            # The middles of equal stretches, so that an activation of another size gives as many.
-            count = self._rows.shape[1]
-            chosen = ((torch.arange(count, device=x.device) + 0.5) * flat.shape[2] / count).long()
-            examples = torch.tensor(list(slots.values()), device=x.device)
-            kept = flat.index_select(0, examples).index_select(2, chosen).mT
-            self._rows[torch.tensor(list(slots.keys()), device=x.device)] = kept.to(dtype)
-
-    @property
-    def examples(self) -> Tensor:
-        """The kept examples ``[K, C, P]``."""
-        assert self._rows is not None
-        return self._rows[: min(self.seen, self.size)].mT
 
 
 def _running_statistics(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
@@ -151,7 +137,7 @@ def _running_statistics(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def find_layers(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Module]:
+def find_layers(model: nn.Module, names: Iterable[str] | None) -> Mapping[str, nn.Module]:
     """The layers to probe by name: the named ones, or every normalization layer.
 
     Raises:
@@ -178,6 +164,14 @@ def find_layers(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.M
     return {name: modules[name] for name in names}
 
 
+def num_channels(layer: nn.Module) -> int:
+    """Channels of a normalization layer, and a common number for a module that does not say."""
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        return layer.normalized_shape[0]
+    declared = getattr(layer, "num_features", getattr(layer, "num_channels", None))
+    return declared if isinstance(declared, int) else 256
+
+
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
     """Put modes, buffers and random states back on the way out, after an exception as well."""
@@ -201,7 +195,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 numpy.random.set_state(numpy_state)
             with torch.no_grad():
                 for module, name, buffer, copy in buffers:
-                    if buffer is not None:
+                    if buffer is not None and copy is not None:
                         buffer.copy_(copy)
                     module._buffers[name] = buffer
             for module, training in modes:

@@ -31,6 +31,8 @@ class SND:
         standard_error: Of `value`, over the choice of both batches and samples.
         per_sample: The SND of each sample, ``[N]``.
         per_sample_standard_error: Over the choice of batches, ``[N]``.
+        output_norm: Mean over samples of the norm of their mean output. SND is in the units of the output, which an
+            operation may shrink: IterNorm with few iterations does.
         batch_size: Examples in a reference batch.
         draws: Number of reference batches.
     """
@@ -39,8 +41,14 @@ class SND:
     standard_error: float
     per_sample: Tensor
     per_sample_standard_error: Tensor
+    output_norm: float
     batch_size: int
     draws: int
+
+    @property
+    def relative(self) -> float:
+        """SND as a share of the output's norm, which compares operations of different output scales."""
+        return self.value / self.output_norm if self.output_norm else float("nan")
 
 
 def snd(
@@ -85,14 +93,16 @@ def snd(
     indices = torch.stack([torch.randperm(len(data), generator=generator)[:batch_size] for _ in range(draws)])
     with torch.no_grad():
         if isinstance(operation, Whitening):
-            distances = _affine_distances(operation, data, samples, indices, memory_budget)
+            distances, norms = _affine_distances(operation, data, samples, indices, memory_budget)
         else:
-            distances = _distances(operation, data, samples, indices, memory_budget)
-    return summarize(distances, batch_size)
+            distances, norms = _distances(operation, data, samples, indices, memory_budget)
+    return summarize(distances, norms, batch_size)
 
 
-def summarize(distances: Tensor, batch_size: int) -> SND:
-    """The estimate and its standard errors, from distances ``[s, N]`` of each output to its sample's mean output.
+def summarize(distances: Tensor, norms: Tensor, batch_size: int) -> SND:
+    """The estimate and its standard errors.
+
+    `distances` ``[s, N]`` are those of each output to its sample's mean output, `norms` ``[N]`` those of the latter.
 
     Batches and samples are two crossed random choices. The variance of the mean over both is the variance of the
     batches' means and that of the samples' means, less the share of the residual that both contain.
@@ -114,6 +124,7 @@ def summarize(distances: Tensor, batch_size: int) -> SND:
         standard_error=variance.sqrt().item(),
         per_sample=per_sample,
         per_sample_standard_error=distances.std(0) / draws**0.5,
+        output_norm=norms.mean().item(),
         batch_size=batch_size,
         draws=draws,
     )
@@ -163,8 +174,10 @@ def _checked(
     return data.to(dtype), samples.to(dtype)
 
 
-def _affine_distances(operation: Whitening, data: Tensor, samples: Tensor, indices: Tensor, budget: int) -> Tensor:
-    """Distances ``[s, N]``. The mean output of a sample is the output of the mean map, so no output is kept."""
+def _affine_distances(
+    operation: Whitening, data: Tensor, samples: Tensor, indices: Tensor, budget: int
+) -> tuple[Tensor, Tensor]:
+    """Distances ``[s, N]`` and norms ``[N]`` of the mean outputs."""
     num_channels = data.shape[1]
     # The operations are equivariant to a shift, so the data may be centred first: with a mean of 1000 deviations, A x
     # and c would cancel to few digits.
@@ -179,28 +192,49 @@ def _affine_distances(operation: Whitening, data: Tensor, samples: Tensor, indic
     copies = 3 if operation.solver == "newton" or size == 1 else 5
     map_bytes = num_channels * (size + 1) * itemsize
     batch_bytes = copies * (indices.shape[1] * rows.shape[1] * num_channels * itemsize + 3 * map_bytes)
-    kept = len(indices) * map_bytes <= budget // 2
 
     def fits() -> Iterator[list[AffineMaps]]:
         for chunk in indices.split(max(1, budget // 2 // batch_bytes)):
             yield operation.fit(rows[chunk.to(rows.device)].flatten(1, 2))
 
+    kept = len(indices) * map_bytes <= budget // 2
+    distances, norms = spread(fits, groups.parts(num_channels, operation.group_size), points, kept, budget // 2)
+    return distances.unflatten(1, (len(samples), -1)).mean(2), norms.unflatten(0, (len(samples), -1)).mean(1)
+
+
+def spread(
+    fits: Callable[[], Iterator[list[AffineMaps]]], parts: list[groups.Part], points: Tensor, kept: bool, budget: int
+) -> tuple[Tensor, Tensor]:
+    """Distances ``[s, n]`` of the outputs of points ``[n, C]`` to their means over s maps, and norms ``[n]`` of these.
+
+    The mean output of a point is the output of the mean map, so no output is kept.
+
+    Args:
+        fits: Makes the maps, some at a time.
+        parts: The groups of channels.
+        points: The points.
+        kept: Keep all maps, instead of making them a second time.
+        budget: Bytes for the outputs that are worked on at a time.
+    """
     maps = list(fits()) if kept else None
+    count = 0
     totals: list[AffineMaps] = []
     for chunk in maps if maps is not None else fits():
         sums = [AffineMaps(block.linear.sum(0), block.shift.sum(0)) for block in chunk]
         pairs = zip(totals or sums, sums, strict=True)
         totals = [AffineMaps(a.linear + b.linear, a.shift + b.shift) for a, b in pairs] if totals else sums
-    means = [AffineMaps(block.linear / len(indices), block.shift / len(indices)) for block in totals]
+        count += len(chunk[0].shift)
+    means = [AffineMaps(block.linear / count, block.shift / count) for block in totals]
 
-    parts = groups.parts(num_channels, operation.group_size)
+    def norms_of(maps: list[AffineMaps]) -> Tensor:
+        point_bytes = 2 * len(maps[0].shift) * points.shape[1] * points.element_size()
+        return torch.cat([_norms(maps, parts, some) for some in points.split(max(1, budget // point_bytes))], 1)
+
     distances = []
     for chunk in maps if maps is not None else fits():
-        deviations = [AffineMaps(b.linear - m.linear, b.shift - m.shift) for b, m in zip(chunk, means, strict=True)]
-        point_bytes = 2 * len(chunk[0].shift) * num_channels * itemsize
-        norms = [_norms(deviations, parts, some) for some in points.split(max(1, budget // 2 // point_bytes))]
-        distances.append(torch.cat(norms, 1))
-    return torch.cat(distances).unflatten(1, (len(samples), -1)).mean(2)
+        pairs = zip(chunk, means, strict=True)
+        distances.append(norms_of([AffineMaps(a.linear - b.linear, a.shift - b.shift) for a, b in pairs]))
+    return torch.cat(distances), norms_of([AffineMaps(mean.linear[None], mean.shift[None]) for mean in means])[0]
 
 
 def _norms(maps: list[AffineMaps], parts: list[groups.Part], points: Tensor) -> Tensor:
@@ -219,8 +253,10 @@ def _norms(maps: list[AffineMaps], parts: list[groups.Part], points: Tensor) -> 
     return squares.sqrt()
 
 
-def _distances(operation: Operation, data: Tensor, samples: Tensor, indices: Tensor, budget: int) -> Tensor:
-    """Distances ``[s, N]`` for a function: outputs are kept where they fit the budget, and made twice otherwise."""
+def _distances(
+    operation: Operation, data: Tensor, samples: Tensor, indices: Tensor, budget: int
+) -> tuple[Tensor, Tensor]:
+    """Distances ``[s, N]`` and norms ``[N]`` for a function; outputs that do not fit the budget are made twice."""
 
     def outputs() -> Iterator[Tensor]:
         for draw in indices:
@@ -231,10 +267,11 @@ def _distances(operation: Operation, data: Tensor, samples: Tensor, indices: Ten
             yield output
 
     kept = list(outputs()) if len(indices) * samples.nbytes <= budget else None
-    total = sum(kept if kept is not None else outputs())
-    mean = total / len(indices)
-    distances = []
-    for output in kept if kept is not None else outputs():
-        norms = torch.linalg.vector_norm(output - mean, dim=1)
-        distances.append(norms.flatten(1).mean(1) if norms.ndim > 1 else norms)
-    return torch.stack(distances)
+    mean = torch.as_tensor(sum(kept if kept is not None else outputs())) / len(indices)
+    distances = [_channel_norms(output - mean) for output in (kept if kept is not None else outputs())]
+    return torch.stack(distances), _channel_norms(mean)
+
+
+def _channel_norms(output: Tensor) -> Tensor:
+    """The norm over channels of ``[N, C, ...]``, its mean over positions: ``[N]``."""
+    return torch.linalg.vector_norm(output, dim=1).flatten(1).mean(1) if output.ndim > 2 else output.norm(dim=1)

@@ -30,12 +30,13 @@ class SideAnalysis:
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """SND of an operation at a batch size, with its standard error."""
+    """SND of an operation at a batch size, its standard error, and SND as a share of the output's norm."""
 
     operation: str
     batch_size: int
     snd: float
     standard_error: float
+    relative: float
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class ModelAnalysis:
         largest = max(self.batch_sizes, default=0)
         pools = [layer.noise_pool for layer in self.layers if layer.noise_pool]
         if pools and min(pools) < 4 * largest:
-            share = 1 - math.sqrt(1 - largest / min(pools)) if min(pools) >= largest else 1
+            share = 1 - math.sqrt(1 - largest / min(pools))
             notes.append(
                 f"SND at B={largest} is too small by about {share:.0%}: only {min(pools)} examples to draw from"
             )
@@ -171,7 +172,7 @@ class ModelAnalysis:
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """All values as JSON, written to `path` where one is given. An infinite condition number is null."""
-        text = json.dumps({"format": FORMAT, **_finite(asdict(self))}, allow_nan=False)
+        text = json.dumps(_finite({"format": FORMAT, **asdict(self)}), allow_nan=False)
         if path is not None:
             from .report import write_text_atomically
 

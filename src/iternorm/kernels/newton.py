@@ -81,8 +81,10 @@ def newton_forward(
         iterate = 1.5 * identity - 0.5 * residual
         saved = iterates_ptr + group * SLOTS * BD * BD + tile
         for k in range(1, T):
+            # Rounding leaves R a little asymmetric. Read transposed in this product too, that part would grow 2.5 times
+            # a step past convergence; so it shrinks by half.
             square = product(residual, residual, PRECISION)
-            residual = 2.25 * residual + product(residual, 0.25 * square - 1.5 * residual, PRECISION)
+            residual = 2.25 * residual + tl.dot(residual, 0.25 * square - 1.5 * residual, input_precision=PRECISION)
             if SAVE:
                 tl.store(saved + (k - 1) * BD * BD, residual)
                 tl.store(saved + (T + k - 2) * BD * BD, iterate)

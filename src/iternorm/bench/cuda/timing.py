@@ -82,9 +82,9 @@ class Gpu:
 
     def release(self) -> None:
         """Give back what nobody uses, cached workspaces included."""
-        launch = sys.modules.get("iternorm.kernels.launch")
-        if launch is not None:
-            launch._workspaces.clear()
+        plan = sys.modules.get("iternorm.kernels.plan")
+        if plan is not None:
+            plan._workspaces.clear()
         self.synchronize()
         clear_cublas = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear_cublas is not None:

@@ -1,0 +1,123 @@
+"""Table A1: wall-clock time of IterNorm, DBN and a 3x3 convolution, forward and backward.
+
+Reproduces: the paper's Table A1: 64 samples of 32x32, with 64 and with 128 channels.
+Claim: IterNorm costs about as much as a convolution, and half of DBN or less.
+Command: iternorm run tableA1 [--device cuda] && iternorm plot tableA1 [--device cuda]
+Cost: about a minute on two cores.
+The paper got: on a TITAN Xp, 64 / 128 channels, in ms: cudnn convolution 5.65 / 13.62, DBN 15.92 / 35.02, IterNorm with
+T=3 6.59 / 13.32, T=5 7.40 / 13.92, T=7 8.21 / 14.68.
+Departures: today's machine and libraries, so ratios within one run are what compares; medians of 15 interleaved rounds
+(the paper: means of 100 runs). The timing is that of `iternorm bench`; see its method in benchmarks/README.md.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from iternorm import bench
+
+from .results import Config, Result, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLUMNS = ("name", "median_ms", "min_ms", "max_ms", "ratio_to_convolution", "paper_ms", "paper_ratio_to_convolution")
+
+
+def jobs(smoke: bool, device: str) -> list[Config]:
+    """One job for each shape."""
+    shapes = [[2, 64, 8, 8]] if smoke else [list(case.shape) for case in bench.TABLE_A1]
+    rounds = 2 if smoke else 15
+    return [{"job": f"{device}-C{s[1]}", "device": device, "shape": s, "rounds": rounds} for s in shapes]
+
+
+def run(config: Config, device: str, step: Callable[[int, int], None]) -> list[Row]:
+    """One row for each layer that is timed."""
+    return _run_cuda(config, step) if config["device"] == "cuda" else _run_cpu(config, step)
+
+
+def _run_cpu(config: Config, step: Callable[[int, int], None]) -> list[Row]:
+    cases = [bench.Case(tuple(config["shape"]))]
+    total = bench.count_timings(cases, rounds=config["rounds"])
+    done = 0
+
+    def timed() -> None:
+        nonlocal done
+        done += 1
+        step(done, total)
+
+    (case,) = bench.run(cases, rounds=config["rounds"], progress=timed)["cases"]
+    return [{column: rival[column] for column in _COLUMNS} for rival in case["rivals"]]
+
+
+def _run_cuda(config: Config, step: Callable[[int, int], None]) -> list[Row]:
+    from iternorm.bench.cuda.cases import rivals_for
+    from iternorm.bench.cuda.contest import run_case
+    from iternorm.bench.cuda.timing import Gpu, matmul_precision
+
+    gpu = Gpu()
+    shape = tuple(config["shape"])
+    with matmul_precision("high"):
+        rivals = rivals_for(shape, torch.float32)
+        case = run_case(shape, torch.float32, rivals, gpu, gpu.copy_gb_per_s(), config["rounds"])
+    step(1, 1)
+    return cuda_rows(case)
+
+
+def cuda_rows(case: Mapping[str, Any]) -> list[Row]:
+    """The rows of a case of the GPU's benchmark: eager calls on NCHW, which is how the paper ran."""
+    if case["failed"] is not None:
+        raise RuntimeError(f"{case['shape']} could not be timed: {case['failed']}")
+    channels = case["shape"][1]
+    rows = []
+    for rival in case["rivals"]:
+        if rival["layout"] != "NCHW" or rival["eager_ms"] is None:
+            continue
+        paper = bench.PAPER_MS.get(_paper_name(rival["name"], channels), {}).get(channels)
+        samples = rival["eager_samples_ms"]
+        values = (rival["name"], rival["eager_ms"], min(samples), max(samples), rival["eager_ratio_to_convolution"])
+        convolution = bench.PAPER_MS["cudnn convolution"].get(channels)
+        ratio = paper / convolution if paper is not None and convolution is not None else None
+        rows.append(dict(zip(_COLUMNS, (*values, paper, ratio), strict=True)))
+    return rows
+
+
+def _paper_name(name: str, channels: int) -> str:
+    """The paper's row for the same thing; its IterNorm whitens all channels together."""
+    if found := re.fullmatch(rf"IterNorm T=(\d) d={channels}", name):
+        return f"IterNorm, T={found[1]}"
+    return {"conv3x3": "cudnn convolution", "DBN d=16": "DBN"}.get(name, "")
+
+
+def plot(results: Sequence[Result]) -> "Figure":
+    """Time relative to the convolution, ours and the paper's, a panel for each shape."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 0.9 + 0.3 * max(len(result.rows) for result in results)), layout="constrained")
+    for axes, result in zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True):
+        names = [row["name"] for row in result.rows]
+        heights = range(len(names))
+        ratios = [row["ratio_to_convolution"] for row in result.rows]
+        axes.barh(heights, ratios, color="#0072b2", height=0.6, label="measured")
+        paper = [(row["paper_ratio_to_convolution"], height) for row, height in zip(result.rows, heights, strict=True)]
+        known = [point for point in paper if point[0] is not None]
+        axes.scatter(
+            [x for x, _ in known],
+            [y for _, y in known],
+            color="#d55e00",
+            zorder=3,
+            s=25,
+            label="the paper (TITAN Xp, 2019)",
+        )
+        for height, row in zip(heights, result.rows, strict=True):
+            axes.text(row["ratio_to_convolution"], height, f" {row['median_ms']:.3g} ms", va="center", fontsize=7)
+        axes.set_yticks(heights, names, fontsize=8)
+        axes.invert_yaxis()
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_xlim(0, 1.2 * max(*ratios, *(point[0] for point in known)))
+        shape = "x".join(map(str, result.config["shape"]))
+        axes.set(xlabel="time / time of a 3x3 convolution", title=f"{shape}, {result.config['device']}")
+    figure.axes[0].legend(fontsize=8, loc="lower right")
+    return figure
