@@ -16,6 +16,8 @@ from iternorm.groups import Part, pad, parts
 # L3, tiles of an eighth of a 64x64x32x32 activation cost what one product over the whole costs; smaller ones cost more.
 _TILE = 1 << 20
 _TILES = 8
+# On a GPU every tile costs several launches, and the caches are no reason for small ones: up to 256 MB of fp32.
+_DEVICE_TILE = 1 << 26
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -44,23 +46,28 @@ def empty_output(x: Tensor) -> Tensor:
 def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Mean ``[C]`` and biased covariance ``[G, d, d]`` (math.md, Eq. 3-4).
 
-    Sums of squares lose accuracy where a mean is large beside its deviation. On the CPU that is looked at afterwards,
-    and such an activation is read once more, centred tile by tile. Elsewhere a look would wait for the device, so the
-    mean of the first tile is always subtracted, which bounds the loss.
+    Sums of squares lose accuracy where a mean is large beside its deviation: then the mean of the first tile is
+    subtracted, tile by tile, which bounds the loss. On the CPU a glance at the first samples tells whether that is
+    needed; if they misled, the activation is read once more. Elsewhere a glance would wait for the device, so it is
+    always done.
     """
     planes = as_planes(x)
     means, covariances = [], []
     for part in parts(planes.shape[1], group_size):
         layout = _layout(planes, part)
         view = layout.view(planes)
-        pilot = None if x.device.type == "cpu" else layout.first_mean(view)
-        mean, covariance = _moments_about(layout, view, pilot)
-        # Four deviations squared: the covariance then carries at most about five times fp32's rounding.
-        if pilot is None and not bool((mean.square() <= 4 * covariance.diagonal(dim1=-2, dim2=-1)).all()):
+        needed = x.device.type != "cpu" or _is_offset(*layout.glance(view))
+        mean, covariance = _moments_about(layout, view, layout.first_mean(view) if needed else None)
+        if not needed and _is_offset(mean, covariance.diagonal(dim1=-2, dim2=-1)):
             mean, covariance = _moments_about(layout, view, mean)
         means.append(mean.flatten())
         covariances.append(covariance)
     return torch.cat(means), pad(covariances)
+
+
+def _is_offset(mean: Tensor, variance: Tensor) -> bool:
+    """Whether a mean is above four deviations: below, sums of squares lose at most a digit, about 1e-6 in fp32."""
+    return not bool((mean.square() <= 16 * variance).all())
 
 
 def _moments_about(layout: "_Planes | _Rows", view: Tensor, pilot: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -154,15 +161,22 @@ class _Planes:
         if not copied and merged and view.dtype == compute_dtype(view.dtype):
             # No workspace but one d by d matrix for each sample and group: at most a sixteenth
             # of it, or 1 MB of fp32 where that is more.
-            matrices = max(view.numel() // 16, _TILE // 4) // (count * size * size)
+            least = _TILE // 4 if view.device.type == "cpu" else _DEVICE_TILE
+            matrices = max(view.numel() // 16, least) // (count * size * size)
             samples, positions = max(1, min(batch, matrices)), length
         else:
-            samples, positions = _tile_shape(view.numel(), batch, length)
+            samples, positions = _tile_shape(view, batch, length)
         return ((n, s) for n in _slices(batch, samples) for s in _slices(length, positions))
 
     @staticmethod
     def num_samples(view: Tensor) -> int:
         return view.shape[0] * view.shape[3]
+
+    def glance(self, view: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the first sample's positions, ``[G, d]``."""
+        block = self.load(view, (slice(0, 1), slice(0, view.shape[3])), None)
+        variance, mean = torch.var_mean(block, (0, 3), correction=0)
+        return mean, variance
 
     def first_mean(self, view: Tensor) -> Tensor:
         """The mean of the first tile, ``[G, d]``."""
@@ -242,12 +256,19 @@ class _Rows:
     def tiles(self, view: Tensor, copied: bool) -> Iterator[tuple[slice, slice]]:
         if not copied and self.part.count == 1 and view.is_contiguous() and view.dtype == compute_dtype(view.dtype):
             return iter([(slice(0, view.shape[1]), slice(0, view.shape[2]))])
-        samples, positions = _tile_shape(view.numel(), view.shape[1], view.shape[2])
+        samples, positions = _tile_shape(view, view.shape[1], view.shape[2])
         return ((n, s) for n in _slices(view.shape[1], samples) for s in _slices(view.shape[2], positions))
 
     @staticmethod
     def num_samples(view: Tensor) -> int:
         return view.shape[1] * view.shape[2]
+
+    def glance(self, view: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the first 256 rows or more, ``[G, d]``."""
+        samples = min(view.shape[1], -(-256 // view.shape[2]))
+        block = self.load(view, (slice(0, samples), slice(0, view.shape[2])), None)
+        variance, mean = torch.var_mean(block, 1, correction=0)
+        return mean, variance
 
     def first_mean(self, view: Tensor) -> Tensor:
         return self.load(view, next(self.tiles(view, copied=True)), None).mean(1)
@@ -301,9 +322,13 @@ def _pieces(rows: Tensor) -> Tensor:
     return rows.contiguous().unflatten(1, (pieces, rows.shape[1] // pieces))
 
 
-def _tile_shape(numel: int, batch: int, length: int) -> tuple[int, int]:
+def _tile_shape(view: Tensor, batch: int, length: int) -> tuple[int, int]:
     """Samples and positions of a tile: an eighth of the activation, at most `_TILE` elements where that is possible."""
-    tiles = min(max(_TILES, -(-numel // _TILE)), max(1, numel // (_TILE // 16)))
+    numel = view.numel()
+    if view.device.type == "cpu":
+        tiles = min(max(_TILES, -(-numel // _TILE)), max(1, numel // (_TILE // 16)))
+    else:
+        tiles = max(1, -(-numel // _DEVICE_TILE))
     samples = max(1, batch // tiles)
     positions = length if batch >= tiles else max(1, -(-length * batch // tiles))
     return samples, positions
