@@ -13,13 +13,14 @@ PACKAGE = Path(iternorm.__file__).parent
 
 # Each room may import rooms that stand before it, and rooms on its own line.
 ORDER = [
-    ["groups", "running"],
+    ["groups", "running", "collective", "replace"],
     ["reference", "plain", "solvers", "kernels"],
     ["ops"],
     ["functional"],
     ["modules"],
-    ["collective"],
-    ["sync", "features", "dataflow", "replace", "fold_layers", "convert", "fold", "analysis", "provenance", "threads"],
+    ["sync", "features", "dataflow"],
+    ["followed", "fold_layers"],
+    ["convert", "calibrate", "fold", "analysis", "provenance", "threads"],
     ["experiments", "bench"],
     ["cli"],
     ["__main__"],

@@ -1,6 +1,18 @@
 """Whitening normalization for PyTorch: the one list of public names."""
 
 from iternorm import functional, reference, solvers
+from iternorm.calibrate import freeze, recalibrate, unfreeze
+from iternorm.convert import ConversionReport, convert_batchnorm, convert_sync_iternorm, convert_to_batchnorm
+from iternorm.features import DecorrelatedLinear, decorrelate_features
+from iternorm.fold import Folded, FoldTable, fold
+from iternorm.fold_layers import (
+    eval_map,
+    fold_into_next,
+    fold_into_next_layer,
+    fold_into_previous,
+    fold_into_previous_layer,
+    fold_pointwise,
+)
 from iternorm.modules import (
     DecorrelatedBatchNorm1d,
     DecorrelatedBatchNorm2d,
@@ -9,17 +21,37 @@ from iternorm.modules import (
     IterNorm2d,
     IterNorm3d,
 )
+from iternorm.sync import SyncIterNorm
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ConversionReport",
     "DecorrelatedBatchNorm1d",
     "DecorrelatedBatchNorm2d",
     "DecorrelatedBatchNorm3d",
+    "DecorrelatedLinear",
+    "FoldTable",
+    "Folded",
     "IterNorm1d",
     "IterNorm2d",
     "IterNorm3d",
+    "SyncIterNorm",
+    "convert_batchnorm",
+    "convert_sync_iternorm",
+    "convert_to_batchnorm",
+    "decorrelate_features",
+    "eval_map",
+    "fold",
+    "fold_into_next",
+    "fold_into_next_layer",
+    "fold_into_previous",
+    "fold_into_previous_layer",
+    "fold_pointwise",
+    "freeze",
     "functional",
+    "recalibrate",
     "reference",
     "solvers",
+    "unfreeze",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from iternorm import groups, ops, plain, reference
+from iternorm import collective, groups, ops, plain, reference
 
 IMPLS = ("auto", "triton", "torch", "reference")
 
@@ -182,12 +182,14 @@ def normalize(
     solver: str,
     num_iters: int,
     impl: str,
+    process_group: collective.Group | None = None,
 ) -> Tensor:
     """What a layer calls, its arguments checked: choose the implementation and run it.
 
-    `group_size` is that of a full group (`groups.effective_size`).
+    `group_size` is that of a full group (`groups.effective_size`). With a process group, which the fused kernels do not
+    know, the statistics are those of the batches of all its ranks.
     """
-    impl = choose_impl(impl, x, group_size, solver)
+    impl = choose_impl(impl, x, group_size, solver) if process_group is None else "torch"
     if not training and statistics is not None:
         with torch.no_grad():
             dtype = plain.compute_dtype(x.dtype)
@@ -198,7 +200,7 @@ def normalize(
             return ops.infer_fused(x, whitening, mean, weight, bias, group_size)
         return apply(x, whitening, mean, weight, bias, group_size)
 
-    if x.numel() // x.shape[1] <= 1:
+    if process_group is None and x.numel() // x.shape[1] <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {list(x.shape)}; "
             "use a larger batch, or eval mode"
@@ -208,7 +210,7 @@ def normalize(
     if impl == "reference":
         y, mean, covariance, whitening = _reference(x, weight, bias, group_size, solver, num_iters, eps)
     else:
-        y, mean, covariance, whitening = ops.whiten(x, weight, bias, group_size, solver, num_iters, eps)
+        y, mean, covariance, whitening = ops.whiten(x, weight, bias, group_size, solver, num_iters, eps, process_group)
     if statistics is not None:
         ops.update_running(statistics, mean, covariance, whitening)
     return y

@@ -170,7 +170,12 @@ class WhiteningNorm(nn.Module):
             self.solver,
             self.num_iters,
             self.impl,
+            self._process_group(input) if self.training else None,
         )
+
+    def _process_group(self, input: Tensor) -> Any:
+        """The processes whose batches are one: none here; `iternorm.SyncIterNorm` has its own."""
+        return None
 
     def _check_input_dim(self, input: Tensor) -> None:
         raise NotImplementedError

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from iternorm import groups, plain, running, solvers
+from iternorm import collective, groups, plain, running, solvers
 
 
 @torch.library.custom_op("iternorm::moments", mutates_args=())
@@ -87,42 +87,55 @@ def update_running(statistics: Running, mean: Tensor, covariance: Tensor, whiten
 
 
 def whiten(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, solver: str, num_iters: int, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    solver: str,
+    num_iters: int,
+    eps: float,
+    process_group: collective.Group | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Whiten a batch, scale and shift.
+    """Whiten a batch, scale and shift. With a process group, the batch is that of all its ranks together.
 
     Returns:
         The output, and without gradient the mean ``[C]``, the covariance (without eps) and the whitening matrices
         ``[G, d, d]`` of the batch.
     """
-    return _Whiten.apply(x, weight, bias, group_size, solver, num_iters, eps)  # pyright: ignore[reportReturnType]
+    return _Whiten.apply(x, weight, bias, group_size, solver, num_iters, eps, process_group)  # pyright: ignore[reportReturnType]
 
 
 class _Whiten(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group_size, solver, num_iters, eps):
+    def forward(ctx, x, weight, bias, group_size, solver, num_iters, eps, process_group):
         with _no_autocast(x):
-            mean, covariance = _call(_moments_op, x, group_size)
+            num_samples, mean, covariance = _batch_moments(x, group_size, process_group)
             whitening, solved = inverse_sqrt(covariance, x.shape[1], group_size, solver, num_iters, eps)
             matrix, offset = fold_affine(whitening, mean, weight, bias, group_size)
-            y = _call(_affine_op, x, matrix, offset, group_size)
-        ctx.save_for_backward(x, weight, bias, mean, whitening, *(t for state in solved for t in state))
+            y = torch.empty_like(x) if _is_empty(x) else _call(_affine_op, x, matrix, offset, group_size)
+        ctx.save_for_backward(x, weight, bias, mean, whitening, num_samples, *(t for state in solved for t in state))
         ctx.mark_non_differentiable(mean, covariance, whitening)
         ctx.num_parts = len(solved)
         ctx.config = group_size, solver, num_iters, eps
+        ctx.process_group = process_group
         return y, mean, covariance, whitening
 
     @staticmethod
     def backward(ctx, grad, *_unused):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias, mean, whitening, *state = ctx.saved_tensors
+        x, weight, bias, mean, whitening, num_samples, *state = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return *_differentiable_backward(grad, (x, weight, bias), needs, ctx.config), None, None, None, None
+            if ctx.process_group:
+                raise RuntimeError(
+                    "a graph of the backward (create_graph=True) does not reach over processes; "
+                    "use IterNorm in place of SyncIterNorm where second derivatives are needed"
+                )
+            return *_differentiable_backward(grad, (x, weight, bias), needs, ctx.config), *(None,) * 5
         group_size = ctx.config[0]
         num_features = x.shape[1]
         grad_x = grad_weight = grad_bias = None
         with _no_autocast(x):
-            grad_sum, cross = _call(_cross_moments_op, grad, x, mean, group_size)
+            grad_sum, cross = _batch_cross_moments(grad, x, mean, group_size)
             if needs[1]:
                 grad_weight = groups.unpad_vector((cross * whitening).sum(-1), num_features).to(weight.dtype)
             if needs[2]:
@@ -130,14 +143,45 @@ class _Whiten(torch.autograd.Function):
             if needs[0]:
                 each = len(state) // ctx.num_parts
                 solved = [tuple(state[i * each : (i + 1) * each]) for i in range(ctx.num_parts)]
+                if ctx.process_group:
+                    # The gradients of weight and bias stay those of this rank, as in SyncBatchNorm: DDP averages them.
+                    grad_sum, cross = collective.global_sums(grad_sum, cross, ctx.process_group)
+                else:
+                    num_samples = x.numel() // num_features
                 grad_whitening = _scale_rows(cross, weight, group_size)
                 grad_covariance = inverse_sqrt_backward(grad_whitening, whitening, solved, x, ctx.config)
-                num_samples = x.numel() // num_features
                 second = grad_covariance * (2 / num_samples)
                 first = _scale_rows(whitening, weight, group_size).mT
                 offset = _on_vector(first, grad_sum, group_size) / -num_samples - _on_vector(second, mean, group_size)
-                grad_x = _call(_affine_pair_op, grad, x, first, second, offset, group_size)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+                if _is_empty(x):
+                    grad_x = torch.empty_like(x)
+                else:
+                    grad_x = _call(_affine_pair_op, grad, x, first, second, offset, group_size)
+        return grad_x, grad_weight, grad_bias, *(None,) * 5
+
+
+def _is_empty(x: Tensor) -> bool:
+    """Only a rank among others can have no samples: it takes part in the collectives and has nothing to compute."""
+    return x.numel() == 0
+
+
+def _batch_moments(x: Tensor, group_size: int, process_group: collective.Group | None):
+    """Mean and covariance of the batch, over all ranks where there is a process group, and then their global count."""
+    if _is_empty(x):
+        dtype = plain.compute_dtype(x.dtype)
+        mean, covariance = x.new_zeros(x.shape[1], dtype=dtype), _matrices_like(x, group_size, dtype).zero_()
+    else:
+        mean, covariance = _call(_moments_op, x, group_size)
+    if process_group:
+        return collective.global_moments(x.numel() // x.shape[1], mean, covariance, process_group)
+    return None, mean, covariance
+
+
+def _batch_cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    if _is_empty(x):
+        # Zeros made of the gradient: a compiler would move a collective of constants into the forward.
+        return plain.as_planes(grad).sum((0, 2)).to(mean.dtype), _matrices_like(x, group_size, mean.dtype).zero_()
+    return _call(_cross_moments_op, grad, x, mean, group_size)
 
 
 HAS_TRITON = find_spec("triton") is not None
