@@ -16,6 +16,7 @@ ORDER = [
     ["groups", "running", "collective", "replace"],
     ["reference", "plain", "solvers", "kernels"],
     ["ops"],
+    ["fused"],
     ["functional"],
     ["modules"],
     ["sync", "features", "dataflow"],
@@ -62,7 +63,7 @@ def test_arrows_point_one_way(path):
 
 
 def test_the_fast_path_does_not_import_the_reference():
-    for room in ("groups", "plain", "solvers", "ops", "kernels"):
+    for room in ("groups", "plain", "solvers", "ops", "fused", "kernels"):
         for path in sources():
             if room_of(path) == room:
                 assert "reference" not in imported_rooms(path)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from iternorm import collective, groups, ops, plain, reference
+from iternorm import collective, fused, groups, ops, plain, reference
 
 IMPLS = ("auto", "triton", "torch", "reference")
 
@@ -196,8 +196,8 @@ def normalize(
             whitening, mean = statistics.matrix.to(dtype), statistics.mean.to(dtype)
             if statistics.is_covariance:
                 whitening, _ = ops.inverse_sqrt(whitening, x.shape[1], group_size, solver, num_iters, eps)
-        if impl == "triton" and ops.can_infer(x, weight, bias):
-            return ops.infer_fused(x, whitening, mean, weight, bias, group_size)
+        if impl == "triton" and fused.can_infer(x, weight, bias):
+            return fused.infer_fused(x, whitening, mean, weight, bias, group_size)
         return apply(x, whitening, mean, weight, bias, group_size)
 
     if process_group is None and x.numel() // x.shape[1] <= 1:
@@ -206,7 +206,7 @@ def normalize(
             "use a larger batch, or eval mode"
         )
     if impl == "triton":
-        return ops.whiten_fused(x, weight, bias, group_size, num_iters, eps, statistics)
+        return fused.whiten_fused(x, weight, bias, group_size, num_iters, eps, statistics)
     if impl == "reference":
         y, mean, covariance, whitening = _reference(x, weight, bias, group_size, solver, num_iters, eps)
     else:
@@ -226,7 +226,7 @@ def apply(
     spatial = max(x.ndim - 2, 1)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
     dtype = plain.compute_dtype(x.dtype)
-    with ops._no_autocast(x):
+    with ops.no_autocast(x):
         matrix, offset = ops.fold_affine(whitening, mean, weight, bias, group_size)
         activation = (x.unsqueeze(2) if x.ndim == 2 else x).to(dtype)
         outputs = [
@@ -268,11 +268,11 @@ def check_impl(impl: str) -> None:
 def choose_impl(impl: str, x: Tensor, group_size: int, solver: str) -> str:
     """What `impl` means for this input: "auto" is the kernels where they can run, else the torch path."""
     if impl == "triton":
-        reason = ops.no_kernels(x, group_size, solver)
+        reason = fused.no_kernels(x, group_size, solver)
         if reason is not None:
             raise ValueError(f'impl="triton" cannot run: {reason}; use impl="auto"')
     if impl == "auto":
-        return "triton" if x.is_cuda and ops.no_kernels(x, group_size, solver) is None else "torch"
+        return "triton" if x.is_cuda and fused.no_kernels(x, group_size, solver) is None else "torch"
     return impl
 
 

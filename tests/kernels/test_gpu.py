@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checks import assert_same_state, relative_error, state_of
-from iternorm import IterNorm1d, IterNorm2d, IterNorm3d, ops, reference
+from iternorm import IterNorm1d, IterNorm2d, IterNorm3d, fused, reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -231,9 +231,9 @@ def test_no_synchronization_in_a_step():
 
 def test_the_operators_keep_their_contracts():
     x, weight, bias = activation((8, 80, 9, 9), torch.float32), torch.rand(80).cuda(), torch.rand(80).cuda()
-    torch.library.opcheck(ops._fused_forward_op, (x, weight, bias, 64, 5, 1e-5))
-    _, state = ops._fused_forward_op(x, weight, bias, 64, 5, 1e-5)
-    torch.library.opcheck(ops._fused_backward_op, (torch.randn_like(x), x, weight, state, 64, 5, 1e-5, True))
+    torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 64, 5, 1e-5))
+    _, state = fused._fused_forward_op(x, weight, bias, 64, 5, 1e-5)
+    torch.library.opcheck(fused._fused_backward_op, (torch.randn_like(x), x, weight, state, 64, 5, 1e-5, True))
 
 
 @pytest.mark.parametrize("last", [False, True])

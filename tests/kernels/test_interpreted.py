@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
-from iternorm import ops
+from iternorm import fused
 from iternorm.kernels import plan, shapes
 
 # Shape, group size, number of steps, channels_last.
@@ -177,12 +177,12 @@ def test_kernels_that_cannot_run_say_why():
 
 def test_the_operators_keep_their_contracts():
     x, weight, bias = correlated(4, 12, 3, 3, dtype=torch.float32), torch.ones(12), torch.zeros(12)
-    torch.library.opcheck(ops._fused_forward_op, (x, weight, bias, 8, 3, 1e-5))
-    torch.library.opcheck(ops._fused_forward_op, (channels_last(x), None, None, 8, 0, 1e-5))
-    _, state = ops._fused_forward_op(x, weight, bias, 8, 3, 1e-5)
+    torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 8, 3, 1e-5))
+    torch.library.opcheck(fused._fused_forward_op, (channels_last(x), None, None, 8, 0, 1e-5))
+    _, state = fused._fused_forward_op(x, weight, bias, 8, 3, 1e-5)
     grad = torch.randn_like(x)
-    torch.library.opcheck(ops._fused_backward_op, (grad, x, weight, state, 8, 3, 1e-5, True))
-    torch.library.opcheck(ops._fused_backward_op, (grad, x, None, state, 8, 3, 1e-5, False))
+    torch.library.opcheck(fused._fused_backward_op, (grad, x, weight, state, 8, 3, 1e-5, True))
+    torch.library.opcheck(fused._fused_backward_op, (grad, x, None, state, 8, 3, 1e-5, False))
 
 
 def test_a_plan_is_made_once_and_depends_on_all_it_must():
