@@ -14,7 +14,7 @@ PACKAGE = Path(iternorm.__file__).parent
 # Each room may import rooms that stand before it, and rooms on its own line.
 ORDER = [
     ["groups", "running", "collective", "replace"],
-    ["reference", "plain", "solvers", "kernels"],
+    ["reference", "plain", "solvers", "kernels", "checkpoints"],
     ["ops"],
     ["fused"],
     ["functional"],

@@ -8,7 +8,7 @@ from torch import nn
 
 from checks import assert_same_state, correlated, relative_error, state_of
 from iternorm import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, IterNorm3d
-from iternorm.modules import StateDictError
+from iternorm.checkpoints import StateDictError
 
 
 def trained_batch_norm(channels=10, kind=nn.BatchNorm2d, shape=(3, 3), **kwargs):

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from iternorm import groups, plain, replace
+from iternorm import checkpoints, groups, plain, replace
 from iternorm.followed import FOLLOWED, Followed, applies_children
 from iternorm.modules import IterNorm1d, IterNorm2d, IterNorm3d, WhiteningNorm, _Rank1d, _Rank2d, _Rank3d
 from iternorm.sync import SyncIterNorm
@@ -158,7 +158,7 @@ def _to_iternorm(layer: Any, words: dict[str, Any]) -> nn.Module:
     replace.carry(layer, new, without=("running_var", "process_group"))
     new.track_running_stats = layer.track_running_stats
     if tracked:
-        matrix = new._diagonal_from_variance(variance.to(plain.compute_dtype(variance.dtype)))
+        matrix = checkpoints.diagonal_from_variance(new, variance.to(plain.compute_dtype(variance.dtype)))
         new._buffers[f"running_{new.running}"] = matrix.to(variance.dtype)
         if new.num_batches_tracked is None or new.num_batches_tracked.is_meta:
             new.num_batches_tracked = torch.tensor(0, device=variance.device)

@@ -1,18 +1,13 @@
 """Whitening layers with the whole contract of `torch.nn.BatchNorm1d/2d/3d`."""
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from iternorm import functional, groups, ops, plain
+from iternorm import checkpoints, functional, groups, ops, plain
 
 RUNNING = ("whitening", "covariance")
-
-
-class StateDictError(RuntimeError, ValueError):
-    """A state_dict that does not fit the layer. `load_state_dict` callers expect the first base, users the second."""
 
 
 class WhiteningNorm(nn.Module):
@@ -210,11 +205,11 @@ class WhiteningNorm(nn.Module):
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
         own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-        translated = self._translate_state(own)
+        translated = checkpoints.translate(self, own)
         for name, value in translated.items():
             expected = getattr(self, name, None)
             if isinstance(expected, Tensor) and isinstance(value, Tensor) and value.shape != expected.shape:
-                raise StateDictError(
+                raise checkpoints.StateDictError(
                     f"state_dict[{prefix + name!r}] has shape {list(value.shape)}, this layer has "
                     f"{list(expected.shape)}; build the layer with the num_features ({self.num_features} here) and "
                     f"group_size ({self.group_size} here) of the saved one"
@@ -225,68 +220,6 @@ class WhiteningNorm(nn.Module):
         super()._load_from_state_dict(
             renamed, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-
-    def _translate_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """BatchNorm's keys, and those of the authors' 2019 layer, in this layer's terms."""
-        state = dict(state)
-        for name in ("weight", "bias", "running_mean"):
-            # The authors keep the scale as [1, C, 1, 1] or [1, C] and the mean as [g, d, 1].
-            value = state.get(name)
-            if isinstance(value, Tensor) and value.ndim > 1 and value.numel() == self.num_features:
-                state[name] = value.reshape(-1)
-        if self.running_matrix is None:
-            return state
-        matrix_name = f"running_{self.running}"
-        if "running_wm" in state:
-            blocks = state.pop("running_wm")
-            if self.running != "whitening":
-                raise StateDictError(
-                    "the state_dict holds averaged whitening matrices (running_wm) and this layer averages "
-                    'covariances; build it with running="whitening"'
-                )
-            state[matrix_name] = self._regroup(blocks)
-        elif "running_var" in state and matrix_name not in state:
-            state[matrix_name] = self._diagonal_from_variance(state.pop("running_var"))
-        other = "covariance" if self.running == "whitening" else "whitening"
-        if f"running_{other}" in state and matrix_name not in state:
-            raise StateDictError(
-                f"the state_dict holds running_{other} and this layer keeps {matrix_name}; "
-                f"build it with running={other!r}"
-            )
-        # BatchNorm before its version 2, and the authors, count no batches.
-        if "running_mean" in state:
-            state.setdefault("num_batches_tracked", torch.tensor(0))
-        return state
-
-    def _diagonal_from_variance(self, variance: Tensor) -> Tensor:
-        """BatchNorm's running variance as this layer's running statistic: it whitens as BatchNorm standardizes."""
-        if variance.shape != (self.num_features,):
-            raise StateDictError(
-                f"running_var has shape {list(variance.shape)}, this layer has num_features={self.num_features}; "
-                "build it with the number of channels of the saved BatchNorm"
-            )
-        if self.running == "covariance" and self.solver == "newton" and self.group_size != 1:
-            warnings.warn(
-                f"a BatchNorm state_dict was loaded into a layer with running='covariance': {self.num_iters} Newton "
-                "steps do not reach the exact root of its variances, so eval will differ from that BatchNorm; "
-                "running='whitening' reproduces it",
-                stacklevel=2,
-            )
-        values = variance if self.running == "covariance" else (variance + self.eps).rsqrt()
-        return torch.diag_embed(groups.pad_vector(values, self.group_size))
-
-    def _regroup(self, blocks: Tensor) -> Tensor:
-        """Whitening blocks ``[g, e, e]`` as this layer's ``[G, d, d]``, where every block fits inside a group."""
-        size = groups.effective_size(self.num_features, self.group_size)
-        block = blocks.shape[2] if blocks.ndim == 3 and blocks.shape[1] == blocks.shape[2] else 0
-        if block == 0 or blocks.shape[0] * block != self.num_features or size % block:
-            raise StateDictError(
-                f"running_wm has shape {list(blocks.shape)}, which does not divide {self.num_features} channels in "
-                f"groups of {self.group_size}; build the layer with group_size={block or None}"
-            )
-        each = size // block
-        matrices = [torch.block_diag(*blocks[i : i + each]) for i in range(0, len(blocks), each)]
-        return groups.pad([torch.stack([m]) for m in matrices]) if len(matrices) > 1 else matrices[0][None]
 
 
 class _IterNorm(WhiteningNorm):
