@@ -56,18 +56,19 @@ def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     for part in parts(planes.shape[1], group_size):
         layout = _layout(planes, part)
         view = layout.view(planes)
-        needed = x.device.type != "cpu" or _is_offset(*layout.glance(view))
+        needed = x.device.type != "cpu" or _is_offset(*layout.glance(view), 2)
         mean, covariance = _moments_about(layout, view, layout.first_mean(view) if needed else None)
-        if not needed and _is_offset(mean, covariance.diagonal(dim1=-2, dim2=-1)):
+        # Between the two limits the glance is trusted: reading once more costs more than the digit it would win.
+        if not needed and _is_offset(mean, covariance.diagonal(dim1=-2, dim2=-1), 4):
             mean, covariance = _moments_about(layout, view, mean)
         means.append(mean.flatten())
         covariances.append(covariance)
     return torch.cat(means), pad(covariances)
 
 
-def _is_offset(mean: Tensor, variance: Tensor) -> bool:
-    """Whether a mean is above four deviations: below, sums of squares lose at most a digit, about 1e-6 in fp32."""
-    return not bool((mean.square() <= 16 * variance).all())
+def _is_offset(mean: Tensor, variance: Tensor, deviations: float) -> bool:
+    """Whether a mean is above so many deviations: sums of squares then lose accuracy by more than their square."""
+    return not bool((mean.square() <= deviations**2 * variance).all())
 
 
 def _moments_about(layout: "_Planes | _Rows", view: Tensor, pilot: Tensor | None) -> tuple[Tensor, Tensor]:

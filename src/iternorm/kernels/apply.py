@@ -31,12 +31,22 @@ def on_channels(matrix, tile, acc, ROWS: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def store_tile(pointers, value, start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr):
+def store_tile(
+    pointers,
+    value,
+    start,
+    last,
+    valid,
+    BL: tl.constexpr,
+    ROWS: tl.constexpr,
+    FULL: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     value = value.to(pointers.dtype.element_ty)
-    if FULL:
+    if FULL and WHOLE:
         tl.store(pointers, value)
     else:
-        tl.store(pointers, value, mask=tile_mask(start, last, valid, BL, ROWS))
+        tl.store(pointers, value, mask=tile_mask(start, last, valid, BL, ROWS, FULL))
 
 
 @triton.jit
@@ -67,9 +77,10 @@ def forward_tile(
     PARTS: tl.constexpr,
     BIG: tl.constexpr,
     FULL: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     samples = sample_offsets(start, L, C, BL, ROWS, BIG)
-    x = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL)
+    x = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
     y = zero_tile(BD, BL, ROWS)
     if PARTS == 1:
         if ROWS:
@@ -79,7 +90,7 @@ def forward_tile(
     else:
         y = on_channels(matrix, shifted(x, mean, start, last, valid, BL, ROWS, FULL), y, ROWS, PARTS)
     y += along_channels(offset, ROWS)
-    store_tile(tile_pointers(y_ptr, samples, channels, ROWS), y, start, last, valid, BL, ROWS, FULL)
+    store_tile(tile_pointers(y_ptr, samples, channels, ROWS), y, start, last, valid, BL, ROWS, FULL, WHOLE)
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program"])
@@ -139,34 +150,17 @@ def apply_forward(
 
     first = program * tiles_per_program * BL
     last = tl.minimum(first + tiles_per_program * BL, M)
-    middle = last
-    if WHOLE:
-        middle = first + (last - first) // BL * BL
+    middle = first + (last - first) // BL * BL
     for start in tl.range(first, middle, BL, num_stages=STAGES):
         forward_tile(
-            x_ptr, y_ptr, start, last, rounded, mean, offset, channels, valid, C, L, BD, BL, ROWS, PARTS, BIG, WHOLE
-        )
-    if WHOLE:
-        if middle < last:
-            forward_tile(
-                x_ptr,
-                y_ptr,
-                middle,
-                last,
-                rounded,
-                mean,
-                offset,
-                channels,
-                valid,
-                C,
-                L,
-                BD,
-                BL,
-                ROWS,
-                PARTS,
-                BIG,
-                False,
-            )
+            x_ptr, y_ptr, start, last, rounded, mean, offset, channels, valid,
+            C, L, BD, BL, ROWS, PARTS, BIG, True, WHOLE,
+        )  # fmt: skip
+    if middle < last:
+        forward_tile(
+            x_ptr, y_ptr, middle, last, rounded, mean, offset, channels, valid,
+            C, L, BD, BL, ROWS, PARTS, BIG, False, WHOLE,
+        )  # fmt: skip
     if COUNT:
         if (program == 0) & (group == 0):
             tl.store(num_batches_ptr, tl.load(num_batches_ptr) + tl.load(finite_ptr))
@@ -193,10 +187,11 @@ def backward_tile(
     PARTS: tl.constexpr,
     BIG: tl.constexpr,
     FULL: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     samples = sample_offsets(start, L, C, BL, ROWS, BIG)
-    grad = load_tile(tile_pointers(grad_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL)
-    x = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL)
+    grad = load_tile(tile_pointers(grad_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
+    x = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
     dx = zero_tile(BD, BL, ROWS)
     if PARTS == 1:
         if ROWS:
@@ -209,7 +204,7 @@ def backward_tile(
         dx = on_channels(first_matrix, grad.to(tl.float32), dx, ROWS, PARTS)
         dx = on_channels(second_matrix, shifted(x, mean, start, last, valid, BL, ROWS, FULL), dx, ROWS, PARTS)
     dx += along_channels(offset, ROWS)
-    store_tile(tile_pointers(dx_ptr, samples, channels, ROWS), dx, start, last, valid, BL, ROWS, FULL)
+    store_tile(tile_pointers(dx_ptr, samples, channels, ROWS), dx, start, last, valid, BL, ROWS, FULL, WHOLE)
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program"])
@@ -271,51 +266,14 @@ def apply_backward(
 
     first = program * tiles_per_program * BL
     last = tl.minimum(first + tiles_per_program * BL, M)
-    middle = last
-    if WHOLE:
-        middle = first + (last - first) // BL * BL
+    middle = first + (last - first) // BL * BL
     for start in tl.range(first, middle, BL, num_stages=STAGES):
         backward_tile(
-            grad_ptr,
-            x_ptr,
-            dx_ptr,
-            start,
-            last,
-            first_rounded,
-            second_rounded,
-            mean,
-            offset,
-            channels,
-            valid,
-            C,
-            L,
-            BD,
-            BL,
-            ROWS,
-            PARTS,
-            BIG,
-            WHOLE,
-        )
-    if WHOLE:
-        if middle < last:
-            backward_tile(
-                grad_ptr,
-                x_ptr,
-                dx_ptr,
-                middle,
-                last,
-                first_rounded,
-                second_rounded,
-                mean,
-                offset,
-                channels,
-                valid,
-                C,
-                L,
-                BD,
-                BL,
-                ROWS,
-                PARTS,
-                BIG,
-                False,
-            )
+            grad_ptr, x_ptr, dx_ptr, start, last, first_rounded, second_rounded, mean, offset, channels, valid,
+            C, L, BD, BL, ROWS, PARTS, BIG, True, WHOLE,
+        )  # fmt: skip
+    if middle < last:
+        backward_tile(
+            grad_ptr, x_ptr, dx_ptr, middle, last, first_rounded, second_rounded, mean, offset, channels, valid,
+            C, L, BD, BL, ROWS, PARTS, BIG, False, WHOLE,
+        )  # fmt: skip

@@ -44,29 +44,6 @@ def tile_pointers(ptr, samples, channels, ROWS: tl.constexpr):
 
 
 @triton.jit
-def tile_mask(start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr):
-    in_range = start + tl.arange(0, BL) < last
-    if ROWS:
-        mask = in_range[:, None] & valid[None, :]
-    else:
-        mask = in_range[None, :] & valid[:, None]
-    return mask
-
-
-@triton.jit
-def load_tile(pointers, start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr):
-    """A tile, zero outside the group and past the last sample. `FULL` says that nothing is outside.
-
-    A mask along the contiguous axis would make every load a scalar one, so whole tiles are loaded without.
-    """
-    if FULL:
-        tile = tl.load(pointers)
-    else:
-        tile = tl.load(pointers, mask=tile_mask(start, last, valid, BL, ROWS), other=0.0)
-    return tile
-
-
-@triton.jit
 def along_channels(vector, ROWS: tl.constexpr):
     if ROWS:
         vector = vector[None, :]
@@ -76,11 +53,41 @@ def along_channels(vector, ROWS: tl.constexpr):
 
 
 @triton.jit
+def tile_mask(start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr):
+    """What of a tile is there: channels of the group and, unless it is `FULL`, samples before the last."""
+    if FULL:
+        mask = along_channels(valid, ROWS)
+    else:
+        in_range = start + tl.arange(0, BL) < last
+        if ROWS:
+            mask = in_range[:, None] & valid[None, :]
+        else:
+            mask = in_range[None, :] & valid[:, None]
+    return mask
+
+
+@triton.jit
+def load_tile(
+    pointers, start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr, WHOLE: tl.constexpr
+):
+    """A tile, zero outside the group and past the last sample.
+
+    `FULL` says that all its samples are there, `WHOLE` that its group fills it. A mask along the contiguous axis would
+    make every load a scalar one, so no mask is given that is not needed.
+    """
+    if FULL and WHOLE:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=tile_mask(start, last, valid, BL, ROWS, FULL), other=0.0)
+    return tile
+
+
+@triton.jit
 def shifted(tile, shift, start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr):
-    """tile - shift in fp32, zero past the last sample."""
+    """tile - shift in fp32, zero past the last sample. Outside the group both are zero already."""
     tile = tile.to(tl.float32) - along_channels(shift, ROWS)
     if not FULL:
-        tile = tl.where(tile_mask(start, last, valid, BL, ROWS), tile, 0.0)
+        tile = tl.where(tile_mask(start, last, valid, BL, ROWS, False), tile, 0.0)
     return tile
 
 
@@ -144,10 +151,11 @@ def gram_tile(
     PARTS: tl.constexpr,
     BIG: tl.constexpr,
     FULL: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """Add one tile to Σ a xᵀ and Σ a. With a = x, products of unlike parts are kept once, in `mixed`."""
     samples = sample_offsets(start, L, C, BL, ROWS, BIG)
-    tile = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL)
+    tile = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
     x = shifted(tile, shift, start, last, valid, BL, ROWS, FULL)
     if SELF:
         total += x
@@ -172,7 +180,8 @@ def gram_tile(
                     gram = tl.dot(second, tl.trans(second), gram)
                     mixed = tl.dot(first, tl.trans(rest(x)), mixed)
     else:
-        a = load_tile(tile_pointers(a_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL).to(tl.float32)
+        a = load_tile(tile_pointers(a_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
+        a = a.to(tl.float32)
         total += a
         if ROWS:
             gram = split_dot(tl.trans(a), x, gram, PARTS)
@@ -222,7 +231,7 @@ def partial_moments(
 
     if SELF:
         pointers = tile_pointers(x_ptr, sample_offsets(first, L, C, BL, ROWS, BIG), channels, ROWS)
-        tile = load_tile(pointers, first, last, valid, BL, ROWS, False).to(tl.float32)
+        tile = load_tile(pointers, first, last, valid, BL, ROWS, False, WHOLE).to(tl.float32)
         count = tl.minimum(last - first, BL).to(tl.float32)
         shift = tl.sum(tile, 0 if ROWS else 1) / count
         if PARTS == 1:
@@ -237,52 +246,17 @@ def partial_moments(
         total = tl.zeros([BL, BD], dtype=tl.float32)
     else:
         total = tl.zeros([BD, BL], dtype=tl.float32)
-    middle = last
-    if WHOLE:
-        middle = first + (last - first) // BL * BL
+    middle = first + (last - first) // BL * BL
     for start in tl.range(first, middle, BL, num_stages=STAGES):
         gram, mixed, total = gram_tile(
-            a_ptr,
-            x_ptr,
-            start,
-            last,
-            shift,
-            channels,
-            valid,
-            C,
-            L,
-            gram,
-            mixed,
-            total,
-            BL,
-            ROWS,
-            SELF,
-            PARTS,
-            BIG,
-            WHOLE,
-        )
-    if WHOLE:
-        if middle < last:
-            gram, mixed, total = gram_tile(
-                a_ptr,
-                x_ptr,
-                middle,
-                last,
-                shift,
-                channels,
-                valid,
-                C,
-                L,
-                gram,
-                mixed,
-                total,
-                BL,
-                ROWS,
-                SELF,
-                PARTS,
-                BIG,
-                False,
-            )
+            a_ptr, x_ptr, start, last, shift, channels, valid, C, L, gram, mixed, total,
+            BL, ROWS, SELF, PARTS, BIG, True, WHOLE,
+        )  # fmt: skip
+    if middle < last:
+        gram, mixed, total = gram_tile(
+            a_ptr, x_ptr, middle, last, shift, channels, valid, C, L, gram, mixed, total,
+            BL, ROWS, SELF, PARTS, BIG, False, WHOLE,
+        )  # fmt: skip
     if SELF:
         if PARTS > 1:
             gram += mixed + tl.trans(mixed)
