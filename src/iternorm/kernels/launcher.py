@@ -1,7 +1,6 @@
 """Launching a compiled kernel cheaply.
 
-Triton's own launch binds, types and hashes every argument: over 20 us for kernels with twenty of them, several times
-what the launch itself takes. Here a kernel is compiled once for its constants and the types of its arguments, and
+Triton's own launch binds, types and hashes every argument each time. Here a kernel is compiled once for its constants and the types of its arguments, and
 launched from then on with plain addresses and numbers.
 """
 

@@ -2,7 +2,7 @@
 
 The residual form of docs/math.md, Eq. 8-9, with M = (3 I - R)/2 multiplied out: Z <- 3/2 Z - 1/2 Z R and
 R <- 9/4 R - 3/2 R² + 1/4 R³. R is small in the first steps, so rounding of its products matters less than of M's: on
-an H200, TF32 products of 64x64 at T=5 gave errors of 1.3e-3 and 2.3e-3 (output, gradient) before, see DESIGN.md for
+an H200, TF32 products of 64x64 at T=5 gave errors of 1.3e-3 and 2.0e-3 (output, gradient) before, see DESIGN.md for
 after. The forward keeps R_1..R_{T-1} and Z_1..Z_{T-1} (2T-2 small matrices a group), which spares the backward the
 forward's products. Matrices are ``[BD, BD]``, zero beyond the group.
 """
@@ -169,7 +169,7 @@ def newton_backward(
         saved = iterates_ptr + group * SLOTS * BD * BD + tile
         for k in range(1, T):
             # dR <- M dR M - sym(dR R M) multiplied out: the terms share S = dR R, and one transpose makes it symmetric.
-            # Two products and two transposes, or four products, were both slower (22 and 23 us against 19, T=5, H200).
+            # Two products and two transposes, or four products, took as long (22 and 23 us against 22, T=5, H200).
             iterate = tl.load(saved + (T + k - 2) * BD * BD)
             following = tl.load(saved + (k - 1) * BD * BD)
             shared = product(d_residual, residual, PRECISION)
