@@ -1,7 +1,7 @@
 """Launching a compiled kernel cheaply.
 
-Triton's own launch binds, types and hashes every argument each time. Here a kernel is compiled once for its constants and the types of its arguments, and
-launched from then on with plain addresses and numbers.
+Triton's own launch binds, types and hashes every argument each time. Here a kernel is compiled once for its constants
+and the types of its arguments, and launched from then on with plain addresses and numbers.
 """
 
 import functools
