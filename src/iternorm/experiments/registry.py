@@ -262,7 +262,9 @@ def draw(experiment: Experiment, root: Path, *, smoke: bool = False, out: Path |
     if not state.finished:
         command = f"iternorm run {experiment.id}" + (" --smoke" if smoke else "")
         broken = f" ({'; '.join(state.unusable)})" if state.unusable else ""
-        raise ValueError(f"{experiment.id}: none of {state.total} results is in {root}{broken}: make them with `{command}`")
+        raise ValueError(
+            f"{experiment.id}: none of {state.total} results is in {root}{broken}: make them with `{command}`"
+        )
     name = experiment.id + ("-smoke" if smoke else "")
     path = out if out is not None else root / experiment.id / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
