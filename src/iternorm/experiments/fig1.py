@@ -121,7 +121,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
     return [
         Claim(texts[0], standardized, f"variances {first:.3f} and {second:.3f}, correlation {mixed:.3f}"),
         Claim(
-            texts[1], farthest < 1e-3, f"no entry of the covariance is farther than {farthest:.0e} from the identity"
+            texts[1], farthest < 1e-3, f"no entry of the covariance is farther than {farthest:.0e} from it"
         ),
         Claim(
             texts[2],

@@ -1,8 +1,8 @@
 """The same jobs on a Ray cluster, or on a Ray of this machine's own.
 
-The driver claims every job it hands out and is the only one that writes results, so workers may be on other machines: they
-need the package and the data (`ITERNORM_DATA` is passed on), not the results folder. Where they see that folder their
-checkpoints go there, and a sweep that was stopped resumes from them.
+The driver claims every job it hands out and is the only one that writes results, so workers may be on other machines:
+they need the package and the data (`ITERNORM_DATA` is passed on), not the results folder. Where they see that folder
+their checkpoints go there, and a sweep that was stopped resumes from them.
 """
 
 import importlib
