@@ -99,7 +99,11 @@ def _run(
                 yield taken
                 continue
             module = (experiment.id, experiment.module.__name__)
-            pending[work.remote(module, dict(config), str(root.absolute()), options, board)] = (experiment, config, taken)
+            pending[work.remote(module, dict(config), str(root.absolute()), options, board)] = (
+                experiment,
+                config,
+                taken,
+            )
         while pending:
             ended, _ = ray.wait(list(pending), timeout=_PERIOD_SECONDS)
             for step in ray.get(board.take.remote()):
@@ -117,9 +121,7 @@ def _run(
             taken.claim.release()
 
 
-def _collect(
-    ray: Any, reference: Any, experiment: Experiment, config: Config, root: Path, taken: Taken
-) -> Outcome:
+def _collect(ray: Any, reference: Any, experiment: Experiment, config: Config, root: Path, taken: Taken) -> Outcome:
     path = results.result_path(root, experiment.home, config)
     try:
         rows, seconds, provenance = ray.get(reference)
