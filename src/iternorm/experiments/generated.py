@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from .seeds import mixed
+from .order import mixed
 
 NUM_EXAMPLES = {"train": 4096, "test": 1024}
 SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
