@@ -75,9 +75,7 @@ class Checkpoint:
             optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(tensor).detach_()
 
 
-def save(
-    folder: Path, recipe: Recipe, rows: Sequence[Row], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Path:
+def save(folder: Path, recipe: Recipe, rows: Sequence[Row], model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
     """Write a checkpoint into `folder` and remove the older ones there.
 
     Args:
@@ -149,7 +147,9 @@ def _read(path: Path, recipe: Recipe) -> Checkpoint:
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
         found = state.get("format") if isinstance(state, dict) else None
         if found != FORMAT:
-            raise _UnusableError(f"the checkpoint {path} has format {found!r}, this version of iternorm writes {FORMAT}")
+            raise _UnusableError(
+                f"the checkpoint {path} has format {found!r}, this version of iternorm writes {FORMAT}"
+            )
         weights, momentum = load_file(path / _WEIGHTS), load_file(path / _MOMENTUM)
         rows, made_by = list(state["rows"]), dict(state["recipe"])
     except (OSError, KeyError, TypeError, SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
