@@ -1,8 +1,8 @@
 """The one training loop: a recipe in, rows out, on one process or several, killed and resumed at any moment.
 
-Device, mixed precision, several processes and tracking are `accelerate`'s. What decides the numbers is the recipe's: the
-weights are made from its seed on the CPU, the order and the augmentation of an epoch from its seed and the epoch, and
-dropout from these and the first iteration of the row. So a resumed run needs no state of a generator.
+Device, mixed precision, several processes and tracking are `accelerate`'s. What decides the numbers is the recipe's:
+the weights are made from its seed on the CPU, the order and the augmentation of an epoch from its seed and the epoch,
+and dropout from these and the first iteration of the row. So a resumed run needs no state of a generator.
 """
 
 import dataclasses
@@ -121,28 +121,30 @@ def _settings(recipe: Recipe, context: Context) -> Iterator["Accelerator"]:
             torch.backends.cudnn.benchmark = True
         if recipe.precision == "tf32":
             stack.enter_context(matmul_precision("high"))
-        stack.enter_context(
-            torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else [])
-        )
         # Its state is the process's, and would keep the device and the precision of the run before.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        tracking = (
-            {} if context.tensorboard is None else {"log_with": "tensorboard", "project_dir": context.tensorboard}
-        )
+        tracking: dict[str, Any] = {}
+        if context.tensorboard is not None:
+            tracking = {"log_with": "tensorboard", "project_dir": context.tensorboard}
         accelerator = Accelerator(
             cpu=device.type == "cpu",
             mixed_precision="bf16" if recipe.precision == "bf16" else "no",
             dynamo_backend="inductor" if context.compile else "no",
             **tracking,
         )
-        yield accelerator
-        for tracker in accelerator.trackers:
-            tracker.finish()
+        gpus = [torch.cuda.current_device()] if device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices=gpus))
+        try:
+            yield accelerator
+        finally:
+            # Not `end_training`, which would end the process group too: there may be another run.
+            for tracker in accelerator.trackers:
+                tracker.finish()
 
 
 class _Run:
-    """One run of `train`."""
+    """One run of `train`: everything it needs, made; calling it trains."""
 
     def __init__(
         self,
@@ -258,7 +260,7 @@ class _Run:
                 # Several processes must end together: they see at the end of the row whether it diverged.
                 if not self.watch(taken) and self.accelerator.num_processes == 1:
                     break
-        except torch.linalg.LinAlgError as error:
+        except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
             # The others of several processes would wait for this one.
             if self.accelerator.num_processes > 1:
                 raise

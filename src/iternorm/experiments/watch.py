@@ -1,4 +1,4 @@
-"""A look at a run while it trains: is its loss finite, how far is it, how fast. The host does not wait for the device."""
+"""A look at a run while it trains: is its loss finite, how far is it, how fast, without waiting for the device."""
 
 import math
 import time
