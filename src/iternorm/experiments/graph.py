@@ -77,8 +77,8 @@ class CapturedStep(EagerStep):
     """A step of training whose forward and backward are one CUDA graph, captured at the first call.
 
     Batches are copied into the graph's own; gradients lie where the capture put them and are overwritten by each
-    replay. The optimizer runs after the replay, so that its learning rate may change. Where the capture fails, a warning
-    says why and steps are eager from then on.
+    replay. The optimizer runs after the replay, so that its learning rate may change. Where the capture fails, a
+    warning says why and steps are eager from then on.
     """
 
     _graph: torch.cuda.CUDAGraph | None = None

@@ -1,11 +1,11 @@
 """The one training loop: a recipe in, rows out, on one process or several, killed and resumed at any moment.
 
-Device, mixed precision, several processes and tracking are `accelerate`'s. What decides the numbers is the recipe's: the
-weights are made from its seed on the CPU, the order and the augmentation of an epoch from its seed and the epoch, and
-dropout from these and the first iteration of the row. So a resumed run needs no state of a generator.
+Device, mixed precision, several processes and tracking are `accelerate`'s. What decides the numbers is the recipe's:
+the weights are made from its seed on the CPU, the order and the augmentation of an epoch from its seed and the epoch,
+and dropout from these and the first iteration of the row. So a resumed run needs no state of a generator.
 """
 
-import hashlib
+import dataclasses
 import json
 import math
 import os
@@ -24,17 +24,15 @@ from .models import build
 from .recipe import Recipe
 from .registry import Context
 from .results import Row
-from .sources import Source, open_source
+from .seeds import mixed
+from .sources import open_source
+from .watch import Watch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 # A checkpoint is skipped where the last one is younger than this.
 CHECKPOINT_SECONDS = 10.0
-# Iterations between two looks at the scores of a row that is being trained.
-LOOK_EVERY = 100
-# Between two messages of progress.
-PROGRESS_SECONDS = 0.25
 
 
 class Period(NamedTuple):
@@ -123,24 +121,30 @@ def _settings(recipe: Recipe, context: Context) -> Iterator["Accelerator"]:
             torch.backends.cudnn.benchmark = True
         if recipe.precision == "tf32":
             stack.enter_context(matmul_precision("high"))
-        stack.enter_context(torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []))
         # Its state is the process's, and would keep the device and the precision of the run before.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        tracking = {} if context.tensorboard is None else {"log_with": "tensorboard", "project_dir": context.tensorboard}
+        tracking: dict[str, Any] = {}
+        if context.tensorboard is not None:
+            tracking = {"log_with": "tensorboard", "project_dir": context.tensorboard}
         accelerator = Accelerator(
             cpu=device.type == "cpu",
             mixed_precision="bf16" if recipe.precision == "bf16" else "no",
             dynamo_backend="inductor" if context.compile else "no",
             **tracking,
         )
-        yield accelerator
-        for tracker in accelerator.trackers:
-            tracker.finish()
+        gpus = [torch.cuda.current_device()] if device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices=gpus))
+        try:
+            yield accelerator
+        finally:
+            # Not `end_training`, which would end the process group too: there may be another run.
+            for tracker in accelerator.trackers:
+                tracker.finish()
 
 
 class _Run:
-    """One run of `train`."""
+    """One run of `train`: everything it needs, made; calling it trains."""
 
     def __init__(
         self,
@@ -154,14 +158,7 @@ class _Run:
         self.context = context
         self.accelerator = accelerator
         device, processes = accelerator.device, accelerator.num_processes
-        self.source: Source = open_source(
-            recipe, device, rank=accelerator.process_index, world_size=processes, folder=folder
-        )
-        if self.source.iterations_per_epoch < 1:
-            raise ValueError(
-                f"batch_size={recipe.batch_size} is more than the {self.source.num_train} training examples of "
-                f"{recipe.data}: use a smaller one"
-            )
+        self.source = open_source(recipe, device, rank=accelerator.process_index, world_size=processes, folder=folder)
         self.periods = periods(recipe, self.source.iterations_per_epoch)
         self.model = self._build()
         self.wrapped: nn.Module = accelerator.prepare_model(self.model)
@@ -176,10 +173,12 @@ class _Run:
         self.scores = new_scores(device)
         captured = is_capturable(self.model, device, processes) if capture is None else capture
         kind = CapturedStep if captured else EagerStep
-        self.step = kind(
-            self.wrapped, self.optimizer, recipe.batch_size / processes, accelerator.backward, self.scores
-        )
-        self.watch = _Watch(self.scores)
+        share = recipe.batch_size / processes
+        self.step = kind(self.wrapped, self.optimizer, share, accelerator.backward, self.scores)
+        last = self.periods[-1]
+        total = last.epoch * self.source.iterations_per_epoch + last.stop
+        report = context.step if accelerator.is_main_process else _silent
+        self.watch = Watch(self.scores, share, processes, total, report)
 
     def _build(self) -> nn.Module:
         recipe, source = self.recipe, self.source
@@ -218,9 +217,7 @@ class _Run:
                 {name.replace("_", "/", 1): value for name, value in row.items() if isinstance(value, float)},
                 step=row["iteration"],
             )
-            if self.accelerator.is_main_process and (
-                is_last or time.monotonic() - last_saved >= checkpoint_seconds
-            ):
+            if self.accelerator.is_main_process and (is_last or time.monotonic() - last_saved >= checkpoint_seconds):
                 checkpoint.save(self.context.folder, self.recipe, rows, self.model, self.optimizer)
                 last_saved = time.monotonic()
         return rows
@@ -242,60 +239,79 @@ class _Run:
         options = {"purge_step": rows[-1]["iteration"] + 1} if rows else {}
         self.accelerator.init_trackers("", init_kwargs={"tensorboard": options})
         if not rows:
-            self.accelerator.log({"recipe": json.dumps(self.recipe.to_config("recipe"))}, step=0)
+            self.accelerator.log({"recipe": json.dumps(dataclasses.asdict(self.recipe))}, step=0)
 
     def _train(self, period: Period, batches: Iterator[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-        """Train one period."""
+        """Train one period, and return its row."""
         recipe, first = self.recipe, period.epoch * self.source.iterations_per_epoch + period.start
-        torch.manual_seed(_seed(recipe.seed, period.epoch, period.start, self.accelerator.process_index))
+        torch.manual_seed(mixed("train", recipe.seed, period.epoch, period.start, self.accelerator.process_index))
         lr = recipe.learning_rate(period.epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.model.train()
         self.scores.zero_()
-        begin = time.perf_counter()
         taken, failure = 0, None
-        self.watch.restart()
+        begun = time.perf_counter()
+        self.watch.begin(first)
         try:
             for images, labels in islice(batches, period.stop - period.start):
                 self.step(images, labels)
                 taken += 1
-                if not self._look(first, taken):
+                # Several processes must end together: they see at the end of the row whether it diverged.
+                if not self.watch(taken) and self.accelerator.num_processes == 1:
                     break
-        except torch.linalg.LinAlgError as error:
-            # Other processes would wait for this one.
+        except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
+            # The others of several processes would wait for this one.
             if self.accelerator.num_processes > 1:
                 raise
             failure = str(error)
         examples = taken * recipe.batch_size
-        values = self._mean_scores(self.scores, examples, "train")
-        row: dict[str, Any] = {
+        values = self._means(self.scores, examples, "train")
+        seconds = time.perf_counter() - begun
+        row = {
             "epoch": period.epoch + 1,
             "iteration": first + taken,
             "lr": lr,
             **values,
             "test_loss": None,
             "test_error": None,
-            "seconds": time.perf_counter() - begin,
+            "seconds": seconds,
         }
         if failure is not None:
-            row |= {"diverged": True, "reason": failure, "train_loss": None}
+            row |= {"train_loss": None, "diverged": True, "reason": failure}
         elif row["train_loss"] is None:
             row["diverged"] = True
-        self._report(first + taken, values["train_loss"], values["train_error"], examples / max(row["seconds"], 1e-9))
+        else:
+            known = {"loss": values["train_loss"], "error": values["train_error"], "rate": examples / seconds}
+            self.watch.report(row["iteration"], **known)
         return row
 
-    def _look(self, first: int, taken: int) -> bool:
-        """Report progress now and then. False: the loss is not finite."""
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float | None]:
+        """Loss and error on the test set, in eval mode."""
+        # The network without its wrappers: processes may have different numbers of batches.
+        model = self.model.eval()
         if self.accelerator.num_processes > 1:
-            # Processes would not see a loss that is not finite in the same iteration; they look at the end of the row.
-            self._report(first + taken)
-            return True
-        seen = self.watch(taken)
-        if seen is None:
-            if self.watch.blocking:
-                self._report(first + taken)
-            return True
-        loss, error, rate = (self.recipe.batch_size * seen.rate if False else seen.loss, seen.wrong, seen.rate)
-        self._report(first + taken, loss, error, rate)
-        return math.isfinite(loss)
+            for buffer in model.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+        scores = new_scores(self.accelerator.device)
+        for images, labels in self.source.test_batches():
+            scores += score(model(images), labels)[1]
+        return self._means(scores, self.source.num_test, "test")
+
+    def _means(self, scores: Tensor, examples: int, split: str) -> dict[str, float | None]:
+        """Loss and errors from the sums of all processes. A value that is not finite is None: JSON has no other."""
+        loss, wrong, wrong_of_five = torch.as_tensor(self.accelerator.reduce(scores, "sum")).tolist()
+        if not examples:
+            return {f"{split}_loss": None, f"{split}_error": None}
+        found = {
+            f"{split}_loss": loss / examples if math.isfinite(loss) else None,
+            f"{split}_error": 100 * wrong / examples,
+        }
+        if self.source.num_classes > 10:
+            found[f"{split}_error_top5"] = 100 * wrong_of_five / examples
+        return found
+
+
+def _silent(done: int, total: int, **values: float) -> None:
+    """Progress of a process that is not the first."""
