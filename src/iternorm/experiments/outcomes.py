@@ -82,7 +82,7 @@ def claim_lower(text: str, names: tuple[str, str], runs: tuple[Runs, Runs]) -> C
         holds = bool(low.values) if decided and (low.values or high.values) else None
         return Claim(text, holds, evidence)
     difference = statistics.fmean(high.values) - statistics.fmean(low.values)
-    evidence += f": lower by {difference:.2f}"
+    evidence += f": {'lower' if difference >= 0 else 'higher'} by {abs(difference):.2f}"
     if low.squared_error is None or high.squared_error is None:
         return Claim(text, difference > 0, evidence)
     error = math.sqrt(low.squared_error + high.squared_error)
@@ -138,9 +138,9 @@ def draw_numbers(axes: "Axes", rows: Mapping[str, Comparison]) -> None:
             error = statistics.stdev(row.ours) if len(row.ours) > 1 else None
             style = {"color": _OUR_COLOR, "fmt": "o", "markersize": 5, "capsize": 3}
             axes.errorbar(statistics.fmean(row.ours), height + 0.15, xerr=error, **style)
-        both = f" paper {row.paper}\n ours {Runs(row.ours)}"
+        ours = "diverged" if row.note and not row.ours else f"{Runs(row.ours)}{row.note and ', '}{row.note}"
         place = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 7.5}
-        axes.text(1.0, height, both + (f", {row.note}" if row.note else ""), **place)
+        axes.text(1.0, height, f" paper {row.paper}\n ours {ours}", **place)
     axes.set_yticks(heights, list(rows), fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.margins(x=0.1)

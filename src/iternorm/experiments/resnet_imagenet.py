@@ -54,7 +54,7 @@ def recipe(model: str, norm: str, seed: int = 0) -> Recipe:
 def small(full: Recipe) -> Recipe:
     """The same networks at a sixteenth of the width, on few and small images."""
     name = full.data if data.available(full.data) else f"generated-{full.data}"
-    size: dict[str, Any] = {"batch_size": 16, "epochs": 2, "train_examples": 48, "test_examples": 32}
+    size: dict[str, Any] = {"batch_size": 16, "lr": 0.01, "epochs": 2, "train_examples": 48, "test_examples": 32}
     return replace(full, data=name, width=1 / 16, image_size=32, **size)
 
 

@@ -93,7 +93,7 @@ def _claim_improvement(iternorm: outcomes.Runs, baseline: outcomes.Runs) -> Clai
     if high == 0:
         return Claim(text, None, evidence)
     ours = 100 * (1 - low / high)
-    evidence += f": lower by {ours:.1f} % of it"
+    evidence += f": {'lower' if ours >= 0 else 'higher'} by {abs(ours):.1f} % of it"
     if iternorm.squared_error is None or baseline.squared_error is None:
         return Claim(text, None, evidence + "; one seed does not tell how sure that is")
     error = 100 / high * math.sqrt(iternorm.squared_error + (low / high) ** 2 * baseline.squared_error)

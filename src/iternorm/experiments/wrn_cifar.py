@@ -47,7 +47,14 @@ def recipe(model: str, norm: str, seed: int = 0) -> Recipe:
 def small(full: Recipe) -> Recipe:
     """The same networks at a tenth of the width, on few examples."""
     name = full.data if data.available(full.data) else f"generated-{full.data}"
-    size: dict[str, Any] = {"batch_size": 16, "epochs": 2, "train_examples": 48, "test_examples": 32, "width": 0.1}
+    size: dict[str, Any] = {
+        "batch_size": 16,
+        "lr": 0.01,
+        "epochs": 2,
+        "train_examples": 48,
+        "test_examples": 32,
+        "width": 0.1,
+    }
     return replace(full, data=name, **size)
 
 
