@@ -17,18 +17,19 @@ that of the batches as they were trained on, dropout and augmentation included; 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from . import outcomes, wrn_cifar
+from . import curves, outcomes, wrn_cifar
 from .findings import Claim, Comparison
-from .registry import Context, Plan
-from .results import Config, Result, Row
-from .wrn_cifar import BN, HOME, ITERNORM, MODELS, NAMES, STYLES, title
+from .registry import Plan
+from .results import Config, Result
+from .wrn_cifar import BN, ITERNORM, MODELS, NAMES, title
+from .wrn_cifar import HOME as HOME
+from .wrn_cifar import run as run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["HOME", "claims", "compare", "jobs", "plot", "run"]
 
 NORMS = (BN, ITERNORM)
 
@@ -38,34 +39,32 @@ def jobs(plan: Plan) -> list[Config]:
     return wrn_cifar.jobs(plan, NORMS)
 
 
-def run(config: Config, context: Context) -> list[Row]:
-    """One row for each epoch."""
-    return wrn_cifar.run(config, context)
-
-
 def plot(results: Sequence[Result]) -> "Figure":
-    """A panel for each network."""
+    """Training (solid) and test (dashed) error over the epochs, a panel for each network."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     for letter, axes, model in zip("ab", figure.subplots(1, 2), MODELS, strict=True):
-        groups = {NAMES[norm]: outcomes.select(results, model=model, norm=norm) for norm in NORMS}
         axes.set_title(f"({letter}) {title(model)}")
-        outcomes.draw_errors(axes, groups, STYLES)
-        if any(groups.values()):
-            axes.legend(fontsize=8)
-        else:
+        runs = {norm: found for norm in NORMS if (found := outcomes.select(results, model, norm))}
+        if not runs:
             axes.text(0.5, 0.5, "not run", transform=axes.transAxes, ha="center", va="center")
+            continue
+        curves.draw(axes, runs, "epoch")
+        curves.limit_errors(axes, [run for found in runs.values() for run in found])
+        axes.set_ylabel("error (%)")
+        axes.legend(fontsize=8)
     return figure
 
 
 def compare(results: Sequence[Result]) -> list[Comparison]:
     """The errors at the end of the curves, which the paper does not print here."""
     return [
-        outcomes.comparison(
+        outcomes.compare(
             f"{title(model)}, {NAMES[norm]}, {column.removesuffix('_error')} error at the end",
             "",
-            outcomes.finals(results, column, model=model, norm=norm),
+            outcomes.select(results, model, norm),
+            column,
         )
         for model in MODELS
         for norm in NORMS
@@ -75,14 +74,15 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
 
 def claims(results: Sequence[Result]) -> list[Claim]:
     """Faster training: a lower training error, averaged over the epochs. Better generalization: a lower test error."""
-    found = []
+    average, final = partial(curves.mean_over_run, name="train_error"), partial(curves.final, name="test_error")
     names = (NAMES[ITERNORM], NAMES[BN])
+    found = []
     for model in MODELS:
-        both = [{"model": model, "norm": norm} for norm in (ITERNORM, BN)]
-        first, second = (outcomes.averages(results, "train_error", **each) for each in both)
-        text = f"{title(model)} trains faster with IterNorm than with BN (training error, mean over all epochs, %)"
-        found.append(outcomes.claim_lower(text, names, (first, second)))
-        first, second = (outcomes.finals(results, **each) for each in both)
-        text = f"{title(model)} generalizes better with IterNorm than with BN (test error, %)"
-        found.append(outcomes.claim_lower(text, names, (first, second)))
+        runs = [outcomes.select(results, model, norm) for norm in (ITERNORM, BN)]
+        for text, value in (
+            ("trains faster with IterNorm than with BN (training error, mean over all epochs, %)", average),
+            ("generalizes better with IterNorm than with BN (test error, %)", final),
+        ):
+            low, high = (outcomes.over_seeds(each, value) for each in runs)
+            found.append(outcomes.claim_lower(f"{title(model)} {text}", names, (low, high)))
     return found

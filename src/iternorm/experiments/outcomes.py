@@ -1,13 +1,14 @@
-"""What finished training runs came to: errors at the end, over seeds; curves; and whether one is lower than another."""
+"""What tables of final errors are made of: the paper's number beside ours, over seeds, and whether one is lower."""
 
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from . import curves
 from .findings import Claim, Comparison
-from .recipe import Recipe
 from .results import Result
 
 if TYPE_CHECKING:
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 _PAPER_COLOR, _OUR_COLOR = "#d55e00", "#0072b2"
 
 
-class Runs(NamedTuple):
-    """The same training with several seeds: a value of each that ended well, and how many diverged."""
+class Seeds(NamedTuple):
+    """A number of the same training with several seeds: of each that ended well, and how many diverged."""
 
     values: tuple[float, ...]
     num_diverged: int = 0
@@ -38,49 +39,37 @@ class Runs(NamedTuple):
         return statistics.variance(self.values) / len(self.values) if len(self.values) > 1 else None
 
 
-def select(results: Sequence[Result], **values: Any) -> list[Result]:
-    """The results whose recipes have these values."""
-    return [
-        result
-        for result in results
-        if all(getattr(Recipe.from_config(result.config), name) == value for name, value in values.items())
-    ]
+def select(results: Sequence[Result], model: str, norm: str) -> list[Result]:
+    """The results of a network with a norm."""
+    return curves.by(results, "model", "norm").get((model, norm), [])
 
 
-def finals(results: Sequence[Result], column: str = "test_error", **values: Any) -> Runs:
-    """A column of the last rows of the results whose recipes have these values."""
-    last = [result.rows[-1] for result in select(results, **values)]
-    ended = tuple(row[column] for row in last if not row.get("diverged") and row.get(column) is not None)
-    return Runs(ended, sum(bool(row.get("diverged")) for row in last))
+def over_seeds(results: Sequence[Result], value: Callable[[Result], float]) -> Seeds:
+    """A number of each of the results, which differ in their seeds."""
+    return Seeds(curves.seeds(results, value), sum(map(curves.diverged, results)))
 
 
-def averages(results: Sequence[Result], column: str, **values: Any) -> Runs:
-    """A column's mean over all rows, of the results whose recipes have these values."""
-    found = select(results, **values)
-    ended = [result for result in found if not result.rows[-1].get("diverged")]
-    means = tuple(statistics.fmean(row[column] for row in result.rows) for result in ended)
-    return Runs(means, len(found) - len(ended))
+def finals(results: Sequence[Result], column: str = "test_error") -> Seeds:
+    """A column of the last rows."""
+    return over_seeds(results, partial(curves.final, name=column))
 
 
-def comparison(what: str, paper: str, runs: Runs) -> Comparison:
-    """The paper's number beside ours, in percent."""
-    note = f"{runs.num_diverged} diverged" if runs.num_diverged else ""
-    return Comparison(what, paper, runs.values, note=note)
+def compare(what: str, paper: str, results: Sequence[Result], column: str = "test_error") -> Comparison:
+    """The paper's number beside a column of our last rows, in percent."""
+    return Comparison(what, paper, finals(results, column).values, note=curves.divergence_note(results))
 
 
-def claim_lower(text: str, names: tuple[str, str], runs: tuple[Runs, Runs]) -> Claim:
+def claim_lower(text: str, names: tuple[str, str], seeds: tuple[Seeds, Seeds]) -> Claim:
     """The claim that the first is lower than the second.
 
     It is left open where the difference of the means is within its standard error. With one seed, which gives no
-    error, the sign decides.
+    error, the sign decides. A training that diverged is worse than any that did not.
     """
-    evidence = ", ".join(f"{name} {each}" for name, each in zip(names, runs, strict=True))
-    low, high = runs
+    evidence = ", ".join(f"{name} {each}" for name, each in zip(names, seeds, strict=True))
+    low, high = seeds
     if not low.values or not high.values:
-        # A run that diverged is worse than any that did not; what was not run decides nothing.
-        decided = (low.values or low.num_diverged) and (high.values or high.num_diverged)
-        holds = bool(low.values) if decided and (low.values or high.values) else None
-        return Claim(text, holds, evidence)
+        both_run = all(each.values or each.num_diverged for each in seeds)
+        return Claim(text, bool(low.values) if both_run and (low.values or high.values) else None, evidence)
     difference = statistics.fmean(high.values) - statistics.fmean(low.values)
     evidence += f": {'lower' if difference >= 0 else 'higher'} by {abs(difference):.2f}"
     if low.squared_error is None or high.squared_error is None:
@@ -92,60 +81,26 @@ def claim_lower(text: str, names: tuple[str, str], runs: tuple[Runs, Runs]) -> C
     return Claim(text, difference > 0, evidence)
 
 
-def draw_errors(axes: "Axes", groups: Mapping[str, Sequence[Result]], styles: Mapping[str, Mapping[str, Any]]) -> None:
-    """Training (solid) and test (dashed) error over the epochs, the mean over the seeds, with a band of a deviation.
-
-    Args:
-        axes: To draw on.
-        groups: By name, the results of one training with several seeds; those without results are left out.
-        styles: matplotlib's words for each name.
-    """
-    tops = []
-    for name, results in groups.items():
-        for column, line in (("train_error", "-"), ("test_error", "--")):
-            by_epoch: dict[int, list[float]] = {}
-            for result in results:
-                for row in result.rows:
-                    if row.get(column) is not None:
-                        by_epoch.setdefault(row["epoch"], []).append(row[column])
-            if not by_epoch:
-                continue
-            epochs = sorted(by_epoch)
-            means = [statistics.fmean(by_epoch[epoch]) for epoch in epochs]
-            label = f"{name}, {column.removesuffix('_error')}"
-            axes.plot(epochs, means, linestyle=line, linewidth=1.2, label=label, **styles.get(name, {}))
-            if len(results) > 1:
-                spreads = [statistics.pstdev(by_epoch[epoch]) for epoch in epochs]
-                low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
-                axes.fill_between(epochs, low, high, alpha=0.15, linewidth=0, **styles.get(name, {}))
-            # The first epochs would take most of the height.
-            tops += means[len(means) // 10 :]
-    if tops:
-        axes.set_ylim(0, 1.05 * max(tops) or None)
-    axes.set(xlabel="epoch", ylabel="error, %")
-    axes.grid(alpha=0.25)
-
-
 def draw_numbers(axes: "Axes", rows: Mapping[str, Comparison]) -> None:
     """The paper's numbers and ours, a line for each name: marks on a scale, and the figures in words."""
     heights = range(len(rows))
+    style: dict[str, Any] = {"markersize": 5, "capsize": 3}
     for height, row in zip(heights, rows.values(), strict=True):
         if found := re.fullmatch(r"([\d.]+)(?: ± ([\d.]+))?", row.paper):
             error = float(found[2]) if found[2] else None
-            style = {"color": _PAPER_COLOR, "fmt": "D", "markersize": 5, "capsize": 3}
-            axes.errorbar(float(found[1]), height - 0.15, xerr=error, **style)
+            axes.errorbar(float(found[1]), height - 0.15, xerr=error, fmt="D", color=_PAPER_COLOR, **style)
         if row.ours:
             error = statistics.stdev(row.ours) if len(row.ours) > 1 else None
-            style = {"color": _OUR_COLOR, "fmt": "o", "markersize": 5, "capsize": 3}
-            axes.errorbar(statistics.fmean(row.ours), height + 0.15, xerr=error, **style)
-        ours = "diverged" if row.note and not row.ours else f"{Runs(row.ours)}{row.note and ', '}{row.note}"
+            axes.errorbar(statistics.fmean(row.ours), height + 0.15, xerr=error, fmt="o", color=_OUR_COLOR, **style)
+        # The note of a run that diverged says more than that there is no number.
+        ours = str(Seeds(row.ours)) if not row.note else f"{Seeds(row.ours)}, {row.note}" if row.ours else row.note
         place = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 7.5}
         axes.text(1.0, height, f" paper {row.paper}\n ours {ours}", **place)
     axes.set_yticks(heights, list(rows), fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.margins(x=0.1)
     axes.grid(axis="x", alpha=0.25)
-    axes.set_xlabel("test error, %")
+    axes.set_xlabel("test error (%)")
 
 
 def label_numbers(axes: "Axes") -> None:

@@ -65,7 +65,7 @@ def jobs(plan: Plan, networks: Mapping[str, Sequence[str]]) -> list[Config]:
         for model, norms in networks.items():
             for norm in norms:
                 full = recipe(model, norm, seed)
-                job = f"{model}-{norm.replace('+', '-')}-seed{seed}"
+                job = f"{model}-{norm.replace('+', '-')}-s{seed}"
                 configs.append((small(full) if plan.smoke else full).to_config(job))
     return configs
 
@@ -80,10 +80,8 @@ def run(config: Config, context: Context) -> list[Row]:
 def compare(results: Sequence[Result], model: str, paper: Numbers) -> list[Comparison]:
     """The rows of a network: top-1 and top-5 errors of each norm."""
     return [
-        outcomes.comparison(
-            f"{title(model)}, {NAMES[norm]}, {place}",
-            number,
-            outcomes.finals(results, COLUMNS[place], model=model, norm=norm),
+        outcomes.compare(
+            f"{title(model)}, {NAMES[norm]}, {place}", number, outcomes.select(results, model, norm), COLUMNS[place]
         )
         for norm, numbers in paper.items()
         for place, number in zip(COLUMNS, numbers, strict=True)
@@ -100,8 +98,8 @@ def draw(axes: Sequence[Any], results: Sequence[Result], model: str, paper: Numb
 
 def claim_lower(results: Sequence[Result], model: str, norm: str, other: str, text: str) -> Claim:
     """The claim that one norm has a lower top-1 error than another."""
-    runs = [outcomes.finals(results, model=model, norm=each) for each in (norm, other)]
-    return outcomes.claim_lower(f"{title(model)}: {text} (top-1, %)", (NAMES[norm], NAMES[other]), (runs[0], runs[1]))
+    low, high = (outcomes.finals(outcomes.select(results, model, each)) for each in (norm, other))
+    return outcomes.claim_lower(f"{title(model)}: {text} (top-1, %)", (NAMES[norm], NAMES[other]), (low, high))
 
 
 def title(model: str) -> str:

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 from . import outcomes, resnet_imagenet
 from .findings import Claim, Comparison
-from .registry import Context, Plan
-from .resnet_imagenet import BN, HOME, ITERNORM_DF, ITERNORM_L1
-from .results import Config, Result, Row
+from .registry import Plan
+from .resnet_imagenet import BN, ITERNORM_DF, ITERNORM_L1
+from .resnet_imagenet import HOME as HOME
+from .resnet_imagenet import run as run
+from .results import Config, Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["HOME", "claims", "compare", "jobs", "plot", "run"]
 
 PAPER = {
     "resnet-50": {BN: ("23.95", "7.02"), ITERNORM_L1: ("23.28", "6.72"), ITERNORM_DF: ("22.91", "6.47")},
@@ -36,11 +36,6 @@ PAPER = {
 def jobs(plan: Plan) -> list[Config]:
     """One job for each network, variant and seed; the paper has one seed."""
     return resnet_imagenet.jobs(plan, {model: tuple(numbers) for model, numbers in PAPER.items()})
-
-
-def run(config: Config, context: Context) -> list[Row]:
-    """One row for each epoch."""
-    return resnet_imagenet.run(config, context)
 
 
 def plot(results: Sequence[Result]) -> "Figure":
