@@ -1,15 +1,20 @@
 """The data sets of the paper, read from their published files, each checked by its digest.
 
-Files lie under a folder, the environment variable ``ITERNORM_DATA`` unless another is given:
+Files lie under a folder: the one given, else the environment variable ``ITERNORM_DATA``, else the user's cache folder.
 
     mnist/train-images-idx3-ubyte.gz  mnist/train-labels-idx1-ubyte.gz  mnist/t10k-...
     cifar-10-batches-bin/data_batch_1.bin ... data_batch_5.bin  cifar-10-batches-bin/test_batch.bin
+    imagenet/train/CLASS/*.JPEG  imagenet/val/CLASS/*.JPEG
+
+What is missing of the first two is downloaded. ImageNet is not, and is read by `iternorm.experiments.image_folder`.
 """
 
 import gzip
 import hashlib
+import math
 import os
 import struct
+import sys
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -17,6 +22,7 @@ import torch
 from torch import Tensor
 
 Split = Literal["train", "test"]
+Folder = str | os.PathLike[str] | None
 DATA_SETS = ("digits", "mnist", "cifar10")
 
 MNIST_MD5 = {
@@ -38,6 +44,10 @@ CIFAR10_SHA256 = {
 _CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
+# The folder of each data set.
+PLACES = {"mnist": "mnist", "cifar10": "cifar-10-batches-bin", "imagenet": "imagenet"}
+
+
 class ImageSet(NamedTuple):
     """Images ``[N, C, H, W]``, bytes as published or floats in [0, 1], and labels ``[N]``."""
 
@@ -45,12 +55,17 @@ class ImageSet(NamedTuple):
     labels: Tensor
 
 
-def load(name: str, split: Split = "train", folder: str | os.PathLike[str] | None = None) -> ImageSet:
+def load(name: str, split: Split = "train", folder: Folder = None) -> ImageSet:
     """A data set by name: ``digits`` (scikit-learn's, in the package), ``mnist`` or ``cifar10``.
 
+    Args:
+        name: One of `DATA_SETS`.
+        split: ``train`` or ``test``.
+        folder: Where the data sets lie; see `data_folder`. A file that is not there is downloaded.
+
     Raises:
-        ValueError: The name is not known, no folder is given, or a file is not the published one.
-        FileNotFoundError: A file is missing.
+        ValueError: The name is not known, the folder holds other things, or a file is not the published one.
+        OSError: A file is missing and cannot be downloaded.
     """
     if name not in DATA_SETS:
         raise ValueError(f"no data set is called {name!r}: known are {', '.join(DATA_SETS)}")
@@ -62,49 +77,119 @@ def load(name: str, split: Split = "train", folder: str | os.PathLike[str] | Non
         digits = load_digits()
         images, labels = getattr(digits, f"{split}_images"), getattr(digits, f"{split}_labels")
         return ImageSet(images.view(-1, 1, 8, 8), labels)
-    folder = folder if folder is not None else os.environ.get("ITERNORM_DATA")
-    if not folder:
-        raise ValueError(f"{name} is read from its published files: set ITERNORM_DATA to the folder that holds them")
-    return _mnist(Path(folder), split) if name == "mnist" else _cifar10(Path(folder), split)
+    root = data_folder(folder)
+    place = root / PLACES[name]
+    if not all((place / file).exists() for file in _files(name, split)):
+        from .download import download
+
+        check_folder(root, name, folder)
+        # Both splits at once: CIFAR-10's are one archive.
+        files = _files(name, "train") + _files(name, "test")
+        download(name, [file for file in files if not (place / file).exists()], place)
+    return _mnist(place, split) if name == "mnist" else _cifar10(place, split)
 
 
-def _mnist(folder: Path, split: Split) -> ImageSet:
-    prefix = "train" if split == "train" else "t10k"
-    arrays = []
-    for name in (f"{prefix}-images-idx3-ubyte.gz", f"{prefix}-labels-idx1-ubyte.gz"):
-        content = _checked(folder / "mnist" / name, "md5", MNIST_MD5[name])
-        arrays.append(parse_idx(gzip.decompress(content)))
-    return ImageSet(arrays[0][:, None], arrays[1].long())
+def available(name: str, folder: Folder = None) -> bool:
+    """Whether the files of a data set are there, so that nothing has to be downloaded. They are not read."""
+    place = data_folder(folder) / PLACES[name] if name in PLACES else None
+    if place is None:
+        return name in DATA_SETS
+    if name == "imagenet":
+        return all((place / split).is_dir() for split in ("train", "val"))
+    return all((place / file).is_file() for split in ("train", "test") for file in _files(name, split))
+
+
+def data_folder(folder: Folder = None) -> Path:
+    """The folder of all data sets: the one given, else ``ITERNORM_DATA``, else the cache folder of the system."""
+    if folder is not None:
+        return Path(folder)
+    if named := os.environ.get("ITERNORM_DATA"):
+        return Path(named)
+    # What pooch.os_cache("iternorm") is, but pooch is needed for downloads only.
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "iternorm"
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA")
+        return (Path(local) if local else Path.home() / "AppData" / "Local") / "iternorm" / "iternorm" / "Cache"
+    cache = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return (Path(cache) if cache else Path.home() / ".cache") / "iternorm"
+
+
+def check_folder(root: Path, name: str, folder: Folder = None) -> None:
+    """Refuse a folder that somebody chose and that does not exist or is for other things.
+
+    Raises:
+        ValueError: It is one of these.
+    """
+    if folder is not None:
+        who = "the data folder"
+    elif os.environ.get("ITERNORM_DATA"):
+        who = "ITERNORM_DATA"
+    else:
+        return
+    known = [place + "/" for place in PLACES.values()]
+    if not root.exists():
+        raise ValueError(f"{who} is {root}, which does not exist: make this folder, or name the one that holds {known}")
+    if not root.is_dir():
+        raise ValueError(f"{who} is {root}, which is a file: a folder is needed")
+    found = sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+    if found and not any((root / place).is_dir() for place in PLACES.values()):
+        some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        raise ValueError(
+            f"{who} is {root}, which holds other things ({some}) and none of {', '.join(known)}: name the folder that "
+            f"holds {PLACES[name]}/, or make {root / PLACES[name]}"
+        )
+
+
+def _files(name: str, split: Split) -> list[str]:
+    if name == "mnist":
+        prefix = "train" if split == "train" else "t10k"
+        return [f"{prefix}-images-idx3-ubyte.gz", f"{prefix}-labels-idx1-ubyte.gz"]
+    return [f"data_batch_{k}.bin" for k in range(1, 6)] if split == "train" else ["test_batch.bin"]
+
+
+def _mnist(place: Path, split: Split) -> ImageSet:
+    images, labels = (parse_idx(_unzipped(place / file)) for file in _files("mnist", split))
+    return ImageSet(images[:, None], labels.long())
+
+
+def _unzipped(path: Path) -> bytes:
+    return gzip.decompress(_checked(path, "md5", MNIST_MD5[path.name]))
 
 
 def parse_idx(content: bytes) -> Tensor:
     """An array of bytes in LeCun's IDX format: two zeros, the type (8: bytes), the rank, the sizes, the values."""
     if len(content) < 4 or content[:3] != b"\x00\x00\x08":
         raise ValueError(f"not an IDX file of bytes: it begins with {content[:4].hex()}")
-    rank = content[3]
-    shape = struct.unpack_from(f">{rank}I", content, 4)
-    values = torch.frombuffer(bytearray(content[4 + 4 * rank :]), dtype=torch.uint8)
-    return values.view(shape)
+    start = 4 + 4 * content[3]
+    if len(content) < start:
+        raise ValueError(f"an IDX file cut short: {len(content)} bytes, but its header is {start}")
+    shape = struct.unpack_from(f">{content[3]}I", content, 4)
+    needed = start + math.prod(shape)
+    if len(content) != needed:
+        raise ValueError(f"not a whole IDX file: {len(content)} bytes, but an array of {shape} has {needed}")
+    return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).view(shape)
 
 
-def _cifar10(folder: Path, split: Split) -> ImageSet:
-    names = [f"data_batch_{k}.bin" for k in range(1, 6)] if split == "train" else ["test_batch.bin"]
-    contents = [_checked(folder / "cifar-10-batches-bin" / name, "sha256", CIFAR10_SHA256[name]) for name in names]
+def _cifar10(place: Path, split: Split) -> ImageSet:
+    contents = [_checked(place / file, "sha256", CIFAR10_SHA256[file]) for file in _files("cifar10", split)]
     return parse_cifar10(b"".join(contents))
 
 
 def parse_cifar10(content: bytes) -> ImageSet:
     """Records of CIFAR-10's binary version."""
+    if not content or len(content) % _CIFAR_RECORD:
+        raise ValueError(f"not whole records of CIFAR-10: {len(content)} bytes, but a record has {_CIFAR_RECORD}")
     records = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, _CIFAR_RECORD)
     return ImageSet(records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long())
 
 
 def _checked(path: Path, kind: str, expected: str) -> bytes:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: put the published file there") from None
+    content = path.read_bytes()
     found = hashlib.new(kind, content, usedforsecurity=False).hexdigest()
     if found != expected:
-        raise ValueError(f"{path} is not the published file: its {kind} is {found}, not {expected}")
+        raise ValueError(
+            f"{path} is not the published file: its {kind} is {found}, not {expected}, "
+            f"and it has {len(content)} bytes: remove it, and it is downloaded"
+        )
     return content

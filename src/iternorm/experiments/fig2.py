@@ -8,26 +8,28 @@ The paper got: a drawing without numbers: 3000 Gaussian examples, one sample, ba
 Departures: the paper does not give the number of batches; ours is 100. The sample is the example nearest to (1.5, 1).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from iternorm.analysis import batch_norm, snd
 
+from .findings import Claim, Comparison
+from .registry import Context, Plan
 from .results import Config, Result, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def jobs(smoke: bool, device: str) -> list[Config]:
+def jobs(plan: Plan) -> list[Config]:
     """One job for each batch size."""
-    size = {"examples": 200, "draws": 10} if smoke else {"examples": 3000, "draws": 100}
+    size = {"examples": 200, "draws": 10} if plan.smoke else {"examples": 3000, "draws": 100}
     return [{"job": f"B{batch_size}", "batch_size": batch_size, **size, "seed": 0} for batch_size in (16, 64)]
 
 
-def run(config: Config, device: str, step: Callable[[int, int], None]) -> list[Row]:
+def run(config: Config, context: Context) -> list[Row]:
     """One row: the examples, the sample, its outputs, and their SND."""
     generator = torch.Generator().manual_seed(config["seed"])
     data = torch.randn(config["examples"], 2, generator=generator)
@@ -38,7 +40,7 @@ def run(config: Config, device: str, step: Callable[[int, int], None]) -> list[R
         (maps,) = batch_norm().fit(batch[None])
         output = samples * maps.linear.flatten() + maps.shift.flatten()
         outputs.append(output[0])
-        step(len(outputs), config["draws"])
+        context.step(len(outputs), config["draws"])
         return output
 
     estimate = snd(observed, data, config["batch_size"], samples=sample, draws=config["draws"], seed=config["seed"])
@@ -60,8 +62,10 @@ def plot(results: Sequence[Result]) -> "Figure":
 
     figure = Figure(figsize=(8.4, 4.2), layout="constrained")
     rows = [row for result in results for row in result.rows]
-    for axes, row in zip(figure.subplots(1, len(rows), sharex=True, sharey=True), rows, strict=True):
-        axes.scatter(*zip(*row["examples"], strict=True), s=1.5, color="black", linewidths=0, label="examples")
+    for axes, row in zip(figure.subplots(1, len(rows), sharex=True, sharey=True, squeeze=False)[0], rows, strict=True):
+        # As pixels: thousands of points would be most of a page of vector graphics.
+        black = {"s": 1.5, "color": "black", "linewidths": 0, "label": "examples", "rasterized": True}
+        axes.scatter(*zip(*row["examples"], strict=True), **black)
         axes.scatter(
             *zip(*row["outputs"], strict=True), s=28, marker="+", color="#0072b2", linewidths=1, label="outputs"
         )
@@ -72,3 +76,22 @@ def plot(results: Sequence[Result]) -> "Figure":
         axes.set_ylim(-3.6, 3.6)
     figure.axes[0].legend(loc="lower left", fontsize=8)
     return figure
+
+
+def compare(results: Sequence[Result]) -> list[Comparison]:
+    """The SND of both panels; the paper prints none."""
+    found = {row["batch_size"]: row for result in results for row in result.rows}
+    return [
+        Comparison(f"SND of the sample, batch size {size}", "", (found[size]["snd"],) if size in found else (), unit="")
+        for size in (16, 64)
+    ]
+
+
+def claims(results: Sequence[Result]) -> list[Claim]:
+    """The larger batch has less SND."""
+    text = "With a large batch the outputs of a sample are close together and its SND is small."
+    found = {row["batch_size"]: row for result in results for row in result.rows}
+    if len(found) < 2:
+        return [Claim(text, None, "")]
+    shown = [f"{found[size]['snd']:.3f} ± {found[size]['snd_standard_error']:.3f} for {size}" for size in (16, 64)]
+    return [Claim(text, found[64]["snd"] < found[16]["snd"], f"SND by batch size: {', '.join(shown)} (standard error)")]

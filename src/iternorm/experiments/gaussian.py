@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,8 @@ import torch
 from iternorm.analysis import Whitening, condition_number, covariance, snd
 from iternorm.threads import num_threads
 
+from .findings import Comparison
+from .registry import Context
 from .results import Config, Result, Row
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def configuration(
     return {**common, **size, "eps": 1e-5, "seed": 0, **settings}
 
 
-def measure(config: Config, device: str, step: Callable[[int, int], None]) -> list[Row]:
+def measure(config: Config, context: Context) -> list[Row]:
     """One row for each operation: the mean over repeats, and the standard error of that mean.
 
     Each repeat draws new examples. The condition number is that of one batch normalized by its own statistics, the SND
@@ -49,12 +51,12 @@ def measure(config: Config, device: str, step: Callable[[int, int], None]) -> li
     from a second thread.
     """
     repeats = config["repeats"]
-    workers = min(torch.get_num_threads(), repeats) if device == "cpu" else 1
+    workers = min(torch.get_num_threads(), repeats) if context.device == "cpu" else 1
     measured: list[dict[str, tuple[float, float]]] = []
     with num_threads(1), ThreadPoolExecutor(workers) as pool:
-        for values in pool.map(partial(_measure_once, config, device), range(repeats)):
+        for values in pool.map(partial(_measure_once, config, context.device), range(repeats)):
             measured.append(values)
-            step(len(measured), repeats)
+            context.step(len(measured), repeats)
     return [_row(label, [values[label] for values in measured]) for label in measured[0]]
 
 
@@ -98,3 +100,41 @@ def draw(axes: "Axes", results: Sequence[Result], x: str, y: str, *, y_log: bool
     if y_log:
         axes.set_yscale("log")
     axes.grid(alpha=0.25)
+
+
+def curves(results: Sequence[Result], x: str, y: str) -> dict[str, dict[int, float]]:
+    """Values of `y` by operation and by the configuration's `x`, in order; those that are not finite are left out."""
+    found: dict[str, dict[int, float]] = {}
+    for result in sorted(results, key=lambda result: result.config[x]):
+        for row in result.rows:
+            if row[y] is not None:
+                found.setdefault(row["operation"], {})[result.config[x]] = row[y]
+    return found
+
+
+def listed(curve: dict[int, float], digits: int = 3) -> str:
+    """A curve in words.
+
+    Example:
+        >>> listed({2: 1.0, 512: 32.408})
+        '1 at 2, 32.4 at 512'
+    """
+    return ", ".join(f"{value:.{digits}g} at {x}" for x, value in curve.items())
+
+
+def compare_at(
+    results: Sequence[Result], operations: Sequence[str], what: str, key: str, where: str, **config: int
+) -> list[Comparison]:
+    """A row for each operation: what was measured at the configuration with these values."""
+    chosen = [result for result in results if all(result.config[name] == value for name, value in config.items())]
+    rows = {row["operation"]: row for result in chosen for row in result.rows if row[key] is not None}
+    return [
+        Comparison(
+            f"{what} of {name}, {where}",
+            "",
+            (rows[name][key],) if name in rows else (),
+            unit="",
+            note=f"standard error {rows[name][f'{key}_standard_error']:.1g}" if name in rows else "",
+        )
+        for name in operations
+    ]
