@@ -7,6 +7,7 @@ TINY_MEET=n a job waits until n jobs have begun. TINY_FORK makes a job fork a ch
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from iternorm.experiments.findings import Claim, Comparison
 
 DEADLINE_SECONDS = 60
+TESTS = Path(__file__).parent
 
 
 def jobs(plan):
@@ -78,6 +80,21 @@ def compare(results):
 
 def claims(results):
     return [Claim("It | works.", bool(results) or None, "a < b")]
+
+
+def start(folder, *arguments, launcher=(), **variables):
+    """The command line with the tiny experiment, in a process of its own."""
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TINY_LOG": str(folder / "log")}
+    environment |= {name: str(value) for name, value in variables.items()}
+    command = [sys.executable, *launcher, str(TESTS / "tiny_experiment.py"), *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment, text=True, **pipes)
+
+
+def finish(process):
+    output, errors = process.communicate(timeout=120)
+    return process.returncode, output, errors
 
 
 def main():

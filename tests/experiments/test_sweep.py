@@ -3,9 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,8 +10,8 @@ import pytest
 import tiny_experiment
 from iternorm.experiments import locks, registry, results, sweep
 from iternorm.experiments.registry import Experiment, Plan, State
+from tiny_experiment import finish, start
 
-TESTS = Path(__file__).parent.parent
 TINY = Experiment("tiny", tiny_experiment)
 
 
@@ -200,22 +197,6 @@ def test_experiments_of_one_home_share_their_runs(counting, tmp_path):
     assert {path.parent.name for path in tmp_path.glob("*/*.json")} == {"house"}
 
 
-def start(folder, *arguments, **variables):
-    """The command line with the tiny experiment, in a process of its own."""
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TINY_LOG": str(folder / "log")}
-    environment |= {name: str(value) for name, value in variables.items()}
-    launcher = variables.pop("LAUNCHER", "").split()
-    command = [sys.executable, *launcher, str(TESTS / "tiny_experiment.py"), *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment, text=True, **pipes)
-
-
-def finish(process):
-    output, errors = process.communicate(timeout=120)
-    return process.returncode, output, errors
-
-
 def test_processes_share_a_folder_and_no_job_runs_twice(tmp_path):
     # Every process begins a job before any job ends.
     arguments = ("run", "tiny", "--seeds", 3, "--results", tmp_path / "r")
@@ -270,9 +251,9 @@ def test_under_torchrun_all_ranks_run_what_the_first_decides(tmp_path):
     root = tmp_path / "r"
     finished, claimed, *_ = registry.select([TINY], Plan())
     list(sweep.run([finished], root))
-    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with locks.claim(registry.lock_path(root, "tiny", claimed[1])):
-        process = start(tmp_path, "run", "tiny", "--results", root, LAUNCHER=launcher)
+        process = start(tmp_path, "run", "tiny", "--results", root, launcher=launcher)
         code, output, errors = finish(process)
     assert code == 0, errors
     ran = [(entry["job"], entry["rank"]) for entry in tiny_experiment.log_entries(tmp_path / "log")]

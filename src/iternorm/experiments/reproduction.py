@@ -75,9 +75,9 @@ def _collect(root: Path) -> tuple[list[_Block], list[tuple[str, list[_Block]]]]:
         claims = experiment.claims(state.finished)
         found = Counter(_verdict(claim, state) for claim in claims)
         verdicts += found
-        # Counts do not break: a narrow column would.
-        counts = [text.replace(" of ", "\u00a0of\u00a0") for text in (_counted(found), str(state))]
-        rows.append((name, experiment.title.rstrip("."), *counts))
+        # With spaces that do not break: the column is narrow.
+        done = f"{len(state.finished)}\u00a0of\u00a0{state.total}"
+        rows.append((name, experiment.title.rstrip("."), _counted(found), done))
         sections.append((name, _section(experiment, state, claims, root)))
     total = f"Of {verdicts.total()} claims: {_counted(verdicts)}." if verdicts else ""
     table = _Table(("id", "what", "claims", "runs"), tuple(rows))
