@@ -6,14 +6,16 @@ OSError or a missing package, and is printed as one line; with ITERNORM_TRACEBAC
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from typer.core import TyperCommand
 
 app = typer.Typer(
     help="Whitening normalization for PyTorch: see it, measure it.",
@@ -25,12 +27,16 @@ console = Console()
 _errors = Console(stderr=True)
 
 # The extra that brings a package the command line's verbs may miss.
-_EXTRA_OF = {"sklearn": "demo", "matplotlib": "demo"}
+_EXTRA_OF = {"sklearn": "demo", "matplotlib": "demo", "ray": "ray"}
+_EXTRA_OF |= dict.fromkeys(("accelerate", "safetensors", "pooch", "PIL", "tensorboard"), "experiments")
 
 
 def verb(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add a function to the command line under its own name; the user's errors become one line and exit code 2."""
+    return app.command()(_with_plain_errors(function))
 
+
+def _with_plain_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
         try:
@@ -47,7 +53,7 @@ def verb(function: Callable[..., Any]) -> Callable[..., Any]:
             _errors.print(f"[bold red]error:[/] {_escape(message)}", soft_wrap=True, highlight=False)
             raise typer.Exit(2) from None
 
-    return app.command()(wrapped)
+    return wrapped
 
 
 def _escape(text: str) -> str:
@@ -63,14 +69,16 @@ def _require(*packages: str) -> None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
-def _progress() -> Progress:
+def _progress(*more: ProgressColumn, disable: bool = False) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
+        *more,
         console=_errors,
         transient=True,
+        disable=disable or not _errors.is_terminal,
     )
 
 
@@ -225,12 +233,11 @@ def _batch_sizes(text: str) -> tuple[int, ...]:
 
 _Results = Annotated[Path, typer.Option("--results", file_okay=False, help="The folder of results.")]
 _Smoke = Annotated[bool, typer.Option("--smoke", help="The small size, of seconds.")]
-_Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 
 
 @verb
-def ls(results: _Results = Path("results")) -> None:
-    """List the experiments: figures and tables of the paper, and which of them have results here."""
+def ls(smoke: _Smoke = False, results: _Results = Path("results")) -> None:
+    """List the experiments, one for each figure and table of the paper, and how much of each is done here."""
     from rich.table import Table
 
     from iternorm.experiments import registry
@@ -238,54 +245,124 @@ def ls(results: _Results = Path("results")) -> None:
     table = Table("id", "what", "cost", "results", box=None, pad_edge=False)
     for name in registry.EXPERIMENTS:
         experiment = registry.get(name)
-        finished, total = registry.count_finished(experiment, results)
-        table.add_row(name, experiment.title.rstrip("."), experiment.cost, f"{finished} of {total}")
+        state = registry.survey(experiment, results, smoke=smoke)
+        table.add_row(name, experiment.title.rstrip("."), experiment.cost, str(state))
     console.print(table, highlight=False)
 
 
-@verb
+class _OptionalAddress(TyperCommand):
+    """A command whose --ray may stand without an address, which typer has no way to say."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = []
+        for word, following in zip(args, [*args[1:], ""], strict=True):
+            # An address is host:port, ray://host:port or auto; anything else behind --ray is another argument.
+            alone = word == "--ray" and not (":" in following or following in ("auto", "local"))
+            given.append("--ray=local" if alone else word)
+        return super().parse_args(ctx, given)
+
+
+@app.command(cls=_OptionalAddress)
+@_with_plain_errors
 def run(
-    experiment: Annotated[str, typer.Argument(help="An id that `iternorm ls` lists.")],
+    experiments: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids that `iternorm ls` lists, or all.")],
+    seeds: Annotated[int | None, typer.Option(help="How many seeds, where an experiment has any.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only jobs whose name contains this, or matches it (* and ?); repeat it.")
+    ] = None,
     smoke: _Smoke = False,
-    device: _Device = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write event files below .tensorboard in the folder of results.")
+    ] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the models with torch.compile.")] = False,
+    data: Annotated[
+        Path | None, typer.Option(file_okay=False, help="The folder of data sets; $ITERNORM_DATA unless given.")
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="[ADDRESS]", help="Run the jobs on the Ray cluster there, or on a Ray of this machine."),
+    ] = None,
+    gpus_per_job: Annotated[float, typer.Option(help="With --ray on cuda: the share of a GPU that a job gets.")] = 1.0,
     results: _Results = Path("results"),
 ) -> None:
-    """Run what is not finished of an experiment, and keep the results."""
-    from iternorm.experiments import registry
+    """Run what is not finished of experiments, and keep the results; several such commands may run side by side."""
+    from iternorm.experiments import console as screen
+    from iternorm.experiments import registry, sweep
 
-    chosen = registry.get(experiment)
-    with _progress() as progress:
-        task = progress.add_task(experiment, total=None)
+    jobs = registry.select(registry.get_all(experiments), registry.Plan(smoke, device, seeds), only or ())
+    options = sweep.Options(device, tensorboard, compile)
+    silent = not sweep.is_first_process()
+    output = Console(quiet=True) if silent else console
+    with _variable("ITERNORM_DATA", data), _progress(TextColumn("{task.fields[values]}"), disable=silent) as progress:
+        bars = screen.Bars(progress, jobs)
+        if ray is not None:
+            _require("ray")
+            from iternorm.experiments import ray_sweep
 
-        def step(job: str, done: int, total: int) -> None:
-            progress.update(task, description=f"{experiment} {job}", completed=done, total=total)
+            address = None if ray == "local" else ray
+            outcomes = ray_sweep.run(
+                jobs, results, options, address=address, gpus_per_job=gpus_per_job, progress=bars.step
+            )
+        else:
+            outcomes = sweep.run(jobs, results, options, progress=bars.step)
+        try:
+            screen.show(outcomes, jobs, bars, output, _errors, stop=bool(os.environ.get("ITERNORM_TRACEBACK")))
+        except KeyboardInterrupt:
+            _errors.print("stopped: the same command goes on from the last checkpoint", highlight=False)
+            raise typer.Exit(130) from None
 
-        for outcome in registry.run(chosen, results, smoke=smoke, device=device, progress=step):
-            if outcome.set_aside is not None:
-                progress.console.print(f"warning: {outcome.set_aside}", style="yellow", highlight=False, markup=False)
-            state = "finished before" if outcome.skipped else f"{outcome.result.seconds:.1f} s"
-            console.print(f"{outcome.path}  ({state})", highlight=False, soft_wrap=True, markup=False)
+
+@contextmanager
+def _variable(name: str, value: Path | None) -> Iterator[None]:
+    """An environment variable, set for a while where there is a value."""
+    before = os.environ.get(name)
+    if value is not None:
+        os.environ[name] = str(value.absolute())
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ.pop(name)
+            if before is not None:
+                os.environ[name] = before
 
 
 @verb
 def plot(
-    experiment: Annotated[str, typer.Argument(help="An id that `iternorm ls` lists.")],
+    experiments: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids that `iternorm ls` lists, or all.")],
     smoke: _Smoke = False,
-    device: _Device = "cpu",
     results: _Results = Path("results"),
     out: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="The figure's file (.png, .svg or .pdf); beside the results unless given."),
     ] = None,
 ) -> None:
-    """Draw an experiment's figure from its results alone."""
+    """Draw an experiment's figure from the results that are there."""
     _require("matplotlib")
     from iternorm.experiments import registry
 
-    chosen = registry.get(experiment)
-    figure = chosen.plot(registry.load(chosen, results, smoke=smoke, device=device))
-    name = experiment + ("-smoke" if smoke else "") + ("" if device == "cpu" else f"-{device}")
-    path = out if out is not None else results / experiment / f"{name}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    console.print(f"Written: {path}", highlight=False, soft_wrap=True)
+    chosen = registry.get_all(experiments)
+    if out is not None and len(chosen) > 1:
+        raise ValueError(f"--out {out} is one file, for one experiment: {len(chosen)} are given")
+    for experiment in chosen:
+        path, state = registry.draw(experiment, results, smoke=smoke, out=out)
+        for reason in state.unusable:
+            _errors.print(f"warning: {reason}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        part = f"  ({state})" if state.missing else ""
+        console.print(f"Written: {path}{part}", highlight=False, soft_wrap=True, markup=False)
+
+
+@verb
+def report(
+    results: _Results = Path("results"),
+    out: Annotated[
+        Path, typer.Option(file_okay=False, help="The folder for reproduction.md and reproduction.html.")
+    ] = Path("docs"),
+) -> None:
+    """Write the report: the paper's claims and numbers beside ours, for every figure and table."""
+    _require("matplotlib")
+    from iternorm.experiments import reproduction
+
+    for path in reproduction.write(results, out):
+        console.print(f"Written: {path}", highlight=False, soft_wrap=True, markup=False)

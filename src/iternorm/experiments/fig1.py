@@ -10,13 +10,14 @@ The paper got: a drawing without numbers. Ours prints each panel's variances alo
 Departures: the paper does not give its data; ours is Gaussian with eigenvalues 4 and 0.25, turned by 30 degrees.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from iternorm.analysis import Whitening, covariance
 
+from .registry import Context, Plan
 from .results import Config, Result, Row
 
 if TYPE_CHECKING:
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
 PANELS = ("data", "BN", "DBN", *(f"IterNorm T={steps}" for steps in (0, 1, 2, 3, 5)))
 
 
-def jobs(smoke: bool, device: str) -> list[Config]:
+def jobs(plan: Plan) -> list[Config]:
     """One job."""
-    return [{"job": "smoke" if smoke else "all", "examples": 60 if smoke else 600, "seed": 0}]
+    return [{"job": "smoke" if plan.smoke else "all", "examples": 60 if plan.smoke else 600, "seed": 0}]
 
 
-def run(config: Config, device: str, step: Callable[[int, int], None]) -> list[Row]:
+def run(config: Config, context: Context) -> list[Row]:
     """One row for each panel: covariance, variances along the eigenvectors of the data, and the points."""
     generator = torch.Generator().manual_seed(config["seed"])
     angle = torch.tensor(torch.pi / 6, dtype=torch.float64)
@@ -57,7 +58,7 @@ def run(config: Config, device: str, step: Callable[[int, int], None]) -> list[R
                 "points": _rounded(points, 3),
             }
         )
-        step(index + 1, len(PANELS))
+        context.step(index + 1, len(PANELS))
     return rows
 
 

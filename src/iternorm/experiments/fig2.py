@@ -8,26 +8,27 @@ The paper got: a drawing without numbers: 3000 Gaussian examples, one sample, ba
 Departures: the paper does not give the number of batches; ours is 100. The sample is the example nearest to (1.5, 1).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from iternorm.analysis import batch_norm, snd
 
+from .registry import Context, Plan
 from .results import Config, Result, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def jobs(smoke: bool, device: str) -> list[Config]:
+def jobs(plan: Plan) -> list[Config]:
     """One job for each batch size."""
-    size = {"examples": 200, "draws": 10} if smoke else {"examples": 3000, "draws": 100}
+    size = {"examples": 200, "draws": 10} if plan.smoke else {"examples": 3000, "draws": 100}
     return [{"job": f"B{batch_size}", "batch_size": batch_size, **size, "seed": 0} for batch_size in (16, 64)]
 
 
-def run(config: Config, device: str, step: Callable[[int, int], None]) -> list[Row]:
+def run(config: Config, context: Context) -> list[Row]:
     """One row: the examples, the sample, its outputs, and their SND."""
     generator = torch.Generator().manual_seed(config["seed"])
     data = torch.randn(config["examples"], 2, generator=generator)
@@ -38,7 +39,7 @@ def run(config: Config, device: str, step: Callable[[int, int], None]) -> list[R
         (maps,) = batch_norm().fit(batch[None])
         output = samples * maps.linear.flatten() + maps.shift.flatten()
         outputs.append(output[0])
-        step(len(outputs), config["draws"])
+        context.step(len(outputs), config["draws"])
         return output
 
     estimate = snd(observed, data, config["batch_size"], samples=sample, draws=config["draws"], seed=config["seed"])

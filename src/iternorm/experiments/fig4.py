@@ -9,10 +9,11 @@ The paper got: curves without numbers.
 Departures: the paper gives neither the number of batches (ours: 100) nor that of samples (ours: 1000).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import gaussian
+from .registry import Context, Plan
 from .results import Config, Result, Row
 
 if TYPE_CHECKING:
@@ -21,15 +22,16 @@ if TYPE_CHECKING:
 OPERATIONS = ("BN", "DBN", "IterNorm T=5")
 
 
-def jobs(smoke: bool, device: str) -> list[Config]:
+def jobs(plan: Plan) -> list[Config]:
     """One job for each dimension."""
-    dimensions = [2**power for power in ((1, 3, 5) if smoke else range(1, 10))]
-    return [gaussian.configuration(f"d{d}", OPERATIONS, d, 128 if smoke else 1024, smoke) for d in dimensions]
+    dimensions = [2**power for power in ((1, 3, 5) if plan.smoke else range(1, 10))]
+    batch_size = 128 if plan.smoke else 1024
+    return [gaussian.configuration(f"d{d}", OPERATIONS, d, batch_size, plan.smoke) for d in dimensions]
 
 
-def run(config: Config, device: str, step: Callable[[int, int], None]) -> list[Row]:
+def run(config: Config, context: Context) -> list[Row]:
     """One row for each operation."""
-    return gaussian.measure(config, device, step)
+    return gaussian.measure(config, context)
 
 
 def plot(results: Sequence[Result]) -> "Figure":

@@ -11,10 +11,11 @@ batch sizes (ours: 2 to 512). DBN is shown too: a batch smaller than the dimensi
 in which it divides by √eps. With batches of 2 the mean over so few draws has a heavy tail: see the standard errors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import gaussian
+from .registry import Context, Plan
 from .results import Config, Result, Row
 
 if TYPE_CHECKING:
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
 OPERATIONS = ("BN", "DBN", "IterNorm T=5")
 
 
-def jobs(smoke: bool, device: str) -> list[Config]:
+def jobs(plan: Plan) -> list[Config]:
     """One job for each batch size of panel (a), then one for each dimension of panel (b)."""
-    dimension = 16 if smoke else 128
-    sizes = (2, 8, 32) if smoke else [2**power for power in range(1, 10)]
-    dimensions = (2, 8) if smoke else [2**power for power in range(1, 10)]
-    panel_a = [gaussian.configuration(f"a-B{b}", OPERATIONS, dimension, b, smoke, panel="a") for b in sizes]
-    return panel_a + [gaussian.configuration(f"b-d{d}", OPERATIONS, d, 2, smoke, panel="b") for d in dimensions]
+    dimension = 16 if plan.smoke else 128
+    sizes = (2, 8, 32) if plan.smoke else [2**power for power in range(1, 10)]
+    dimensions = (2, 8) if plan.smoke else [2**power for power in range(1, 10)]
+    panel_a = [gaussian.configuration(f"a-B{b}", OPERATIONS, dimension, b, plan.smoke, panel="a") for b in sizes]
+    return panel_a + [gaussian.configuration(f"b-d{d}", OPERATIONS, d, 2, plan.smoke, panel="b") for d in dimensions]
 
 
-def run(config: Config, device: str, step: Callable[[int, int], None]) -> list[Row]:
+def run(config: Config, context: Context) -> list[Row]:
     """One row for each operation."""
-    return gaussian.measure(config, device, step)
+    return gaussian.measure(config, context)
 
 
 def plot(results: Sequence[Result]) -> "Figure":

@@ -8,10 +8,11 @@ The paper got: curves without numbers.
 Departures: those of Figure 4.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import fig4, gaussian
+from .registry import Context, Plan
 from .results import Config, Result, Row
 
 if TYPE_CHECKING:
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 OPERATIONS = ("BN", *(f"IterNorm T={steps}" for steps in (1, 3, 5, 7, 9)), "DBN")
 
 
-def jobs(smoke: bool, device: str) -> list[Config]:
+def jobs(plan: Plan) -> list[Config]:
     """One job for each dimension."""
-    return [{**config, "operations": list(OPERATIONS)} for config in fig4.jobs(smoke, device)]
+    return [{**config, "operations": list(OPERATIONS)} for config in fig4.jobs(plan)]
 
 
-def run(config: Config, device: str, step: Callable[[int, int], None]) -> list[Row]:
+def run(config: Config, context: Context) -> list[Row]:
     """One row for each operation."""
-    return gaussian.measure(config, device, step)
+    return gaussian.measure(config, context)
 
 
 def plot(results: Sequence[Result]) -> "Figure":

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import torch
 from iternorm.analysis import Whitening, condition_number, covariance, snd
 from iternorm.threads import num_threads
 
+from .registry import Context
 from .results import Config, Result, Row
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def configuration(
     return {**common, **size, "eps": 1e-5, "seed": 0, **settings}
 
 
-def measure(config: Config, device: str, step: Callable[[int, int], None]) -> list[Row]:
+def measure(config: Config, context: Context) -> list[Row]:
     """One row for each operation: the mean over repeats, and the standard error of that mean.
 
     Each repeat draws new examples. The condition number is that of one batch normalized by its own statistics, the SND
@@ -49,12 +50,12 @@ def measure(config: Config, device: str, step: Callable[[int, int], None]) -> li
     from a second thread.
     """
     repeats = config["repeats"]
-    workers = min(torch.get_num_threads(), repeats) if device == "cpu" else 1
+    workers = min(torch.get_num_threads(), repeats) if context.device == "cpu" else 1
     measured: list[dict[str, tuple[float, float]]] = []
     with num_threads(1), ThreadPoolExecutor(workers) as pool:
-        for values in pool.map(partial(_measure_once, config, device), range(repeats)):
+        for values in pool.map(partial(_measure_once, config, context.device), range(repeats)):
             measured.append(values)
-            step(len(measured), repeats)
+            context.step(len(measured), repeats)
     return [_row(label, [values[label] for values in measured]) for label in measured[0]]
 
 

@@ -1,12 +1,21 @@
-"""The networks of the experiments. Each takes its normalization as a callable, so that one network serves them all."""
+"""The networks of the experiments. Each takes its normalization as a callable, so that one network serves them all.
 
-from collections.abc import Callable, Sequence
+`build` makes them by name. The residual networks are in `residual`, the names of normalizations in `norms`.
+"""
+
+import math
+import re
+from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import Tensor, nn
 
-# Makes the normalization of a layer with the given number of features.
-NormFactory = Callable[[int], nn.Module]
+from . import norms
+from .norms import NormFactory
+from .residual import ResNet, WideResNet, scaled
+
+# Names of `build`; a Wide ResNet may have any other depth and width.
+NAMES = ("mlp", "vgg", "wrn-28-10", "wrn-40-10", "resnet-18", "resnet-50", "resnet-101")
 
 
 class MLP(nn.Module):
@@ -101,3 +110,65 @@ class VGG(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x).flatten(1))
+
+
+def build(
+    name: str,
+    norm: str,
+    num_classes: int,
+    in_shape: tuple[int, int, int],
+    *,
+    eps: float = 1e-5,
+    dropout: float = 0.0,
+    width: float = 1.0,
+) -> nn.Module:
+    """The network of a name with the normalization of a label.
+
+    Args:
+        name: ``mlp``, ``vgg``, ``wrn-28-10`` (any ``wrn-d-k`` with d = 6n + 4), ``resnet-18``, ``-34``, ``-50``,
+            ``-101`` or ``-152``.
+        norm: A label of `norms.make_norm`; for a ResNet one of `norms.place_norms`, such as ``IterNorm-L1+DF``. A Wide
+            ResNet with IterNorm has one more norm, after its first convolution, as in the code behind the paper's
+            numbers (see `residual.WideResNet`).
+        num_classes: The number of outputs.
+        in_shape: Channels, height and width of an image.
+        eps: The eps of the normalization.
+        dropout: The share of activations that a Wide ResNet drops; the others have no dropout.
+        width: Multiplies the number of channels, for trials; the paper's is 1.
+
+    Raises:
+        ValueError: A name is not known (the nearest ones are named), or the arguments do not go together.
+
+    Example:
+        >>> model = build("wrn-16-4", "IterNorm T=5 d=64", 10, (3, 32, 32), dropout=0.3, width=0.25)
+        >>> model.stem_norm.num_features, model.norm.num_features
+        (4, 64)
+    """
+    if num_classes < 1:
+        raise ValueError(f"num_classes={num_classes}: a whole number from 1 is needed")
+    if not width > 0:
+        raise ValueError(f"width={width}: a positive number is needed")
+    wide = re.fullmatch(r"wrn-(\d+)-(\d+)", name)
+    if dropout and not wide:
+        raise ValueError(f"dropout={dropout}: {name} has no dropout, 0 is needed")
+    channels, height, breadth = in_shape
+    if wide:
+        make = norms.make_norm(norm, eps)
+        options = {"dropout": dropout, "in_channels": channels, "width": width}
+        stem = make if norms.is_iterated(norm) else None
+        return WideResNet(int(wide[1]), int(wide[2]), num_classes, make, stem_norm=stem, **options)
+    if found := re.fullmatch(r"resnet-(\d+)", name):
+        placed = norms.place_norms(norm, eps)
+        return ResNet(int(found[1]), num_classes, **placed._asdict(), in_channels=channels, width=width)
+    if name == "mlp":
+        hidden = scaled(100, width)
+        return MLP(math.prod(in_shape), num_classes, norms.make_norm(norm, eps, rank=1), hidden_features=hidden)
+    if name == "vgg":
+        side = 2 ** len(VGG_BLOCKS)
+        if (height, breadth) != (side, side):
+            raise ValueError(
+                f"in_shape={in_shape}: vgg takes images of {side}x{side}, its last pooling leaves one value"
+            )
+        blocks = [(scaled(block_width, width), depth) for block_width, depth in VGG_BLOCKS]
+        return VGG(num_classes, norms.make_norm(norm, eps), in_channels=channels, blocks=blocks)
+    raise ValueError(f"no network is called {name!r}: {norms.nearest(name, NAMES)}")

@@ -33,7 +33,8 @@ class Recipe:
         augment: Crop and flip the training images at random.
         precision: ``fp32`` is torch's defaults, ``tf32`` lets matrix products be in TF32, ``bf16`` is autocast.
         channels_last: The memory format of images and weights.
-        eval_every: Epochs between evaluations on the test set; the last epoch always has one.
+        eval_every: Rows between evaluations on the test set, so epochs where `record_every` is None; the last always
+            has one.
         record_every: Iterations between rows inside an epoch; None is one row an epoch.
         max_iterations: End there, in the middle of an epoch.
         train_examples: Only the first so many training examples.

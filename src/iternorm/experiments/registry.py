@@ -1,27 +1,30 @@
-"""The list of experiments, and how one is run and drawn.
+"""The list of experiments, what each is made of, and how much of it is done.
 
 An experiment is a module with a docstring (what it reproduces, the paper's claim, the command, the cost, what the paper
-got, where we departed) and three functions:
+got, where we departed) and these functions:
 
-    jobs(smoke, device) -> the configurations, one result file each
-    run(config, device, step) -> rows; step(done, total) is called as work proceeds
-    plot(results) -> a matplotlib figure drawn from the rows alone
+    jobs(plan) -> the configurations, one result file each
+    run(config, context) -> rows, plain values; context.step is called as work proceeds
+    plot(results) -> a matplotlib figure, drawn from any part of the results that is not empty
+    compare(results) -> the paper's numbers beside ours (optional; results may be empty)
+    claims(results) -> the paper's claims, checked (optional; results may be empty)
+
+Experiments that share runs name one folder of results in HOME: equal configurations are then one file.
 """
 
 import difflib
+import fnmatch
 import importlib
 import inspect
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from iternorm.provenance import provenance
-
-from . import results
+from . import locks, results
+from .findings import Claim, Comparison
 from .results import Config, Result
 
 if TYPE_CHECKING:
@@ -29,7 +32,52 @@ if TYPE_CHECKING:
 
 EXPERIMENTS = ("fig1", "fig2", "fig4", "fig5", "figA2", "tableA1")
 
-Step = Callable[[int, int], None]
+# The parts of an experiment's docstring, each from its name to the next one's.
+FIELDS = ("Reproduces", "Claim", "Command", "Cost", "The paper got", "Departures")
+
+# Seeds beyond the default are looked for as long as each next one has results, and no further than this.
+_MOST_SEEDS = 100
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the user asked for.
+
+    Attributes:
+        smoke: The small size, of seconds.
+        device: ``cpu`` or ``cuda``.
+        seeds: How many seeds; None is the experiment's own number.
+    """
+
+    smoke: bool = False
+    device: str = "cpu"
+    seeds: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device={self.device!r} is not known here: use 'cpu' or 'cuda'")
+        if self.seeds is not None and self.seeds < 1:
+            raise ValueError(f"seeds={self.seeds} runs nothing: use 1 or more")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a running job is given.
+
+    Attributes:
+        device: Where to compute.
+        step: Called as ``step(done, total, **values)``; the values are shown beside the progress bar: ``loss``, ``error``
+            in percent, ``rate`` in images per second.
+        folder: The job's own folder, for checkpoints. It survives a kill and is removed once the result is saved.
+        tensorboard: Where to write event files; None: write none.
+        compile: Whether to compile the model.
+    """
+
+    device: str
+    step: Callable[..., None]
+    folder: Path
+    tensorboard: Path | None = None
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,40 +88,42 @@ class Experiment:
     module: ModuleType
 
     @property
+    def home(self) -> str:
+        """The folder of its results, below the root."""
+        return getattr(self.module, "HOME", self.id)
+
+    @property
     def title(self) -> str:
         """First line of the docstring."""
         return (inspect.getdoc(self.module) or "").partition("\n")[0]
 
     @property
     def cost(self) -> str:
-        """What the docstring says behind ``Cost:``."""
-        found = re.search(r"^Cost: (.+?)\.?$", inspect.getdoc(self.module) or "", flags=re.MULTILINE)
-        return found[1] if found else ""
+        """What the docstring says of the cost."""
+        return self.field("Cost").rstrip(".")
 
-    def jobs(self, smoke: bool = False, device: str = "cpu") -> list[Config]:
-        """The configurations to run."""
-        return list(self.module.jobs(smoke, device))
+    def field(self, name: str) -> str:
+        """What the docstring says behind ``NAME:``, on one line; empty where it says nothing."""
+        ends = "|".join(map(re.escape, FIELDS))
+        pattern = rf"^{re.escape(name)}:(.*?)(?=^(?:{ends}):|^\s*$|\Z)"
+        found = re.search(pattern, inspect.getdoc(self.module) or "", flags=re.MULTILINE | re.DOTALL)
+        return " ".join(found[1].split()) if found else ""
+
+    def jobs(self, plan: Plan | None = None) -> list[Config]:
+        """The configurations of a plan."""
+        return list(self.module.jobs(plan if plan is not None else Plan()))
 
     def plot(self, finished: Sequence[Result]) -> "Figure":
-        """The figure, from the rows of all jobs."""
+        """The figure, from the rows of some or all jobs."""
         return self.module.plot(finished)
 
+    def compare(self, finished: Sequence[Result]) -> list[Comparison]:
+        """The paper's numbers beside ours."""
+        return list(self.module.compare(finished)) if hasattr(self.module, "compare") else []
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one job.
-
-    Attributes:
-        result: The result.
-        path: Its file.
-        skipped: It was finished before.
-        set_aside: Why a file that was there could not be used, and its new path.
-    """
-
-    result: Result
-    path: Path
-    skipped: bool
-    set_aside: str | None = None
+    def claims(self, finished: Sequence[Result]) -> list[Claim]:
+        """The paper's claims, checked."""
+        return list(self.module.claims(finished)) if hasattr(self.module, "claims") else []
 
 
 def get(experiment: str) -> Experiment:
@@ -90,71 +140,131 @@ def get(experiment: str) -> Experiment:
     return Experiment(experiment, importlib.import_module(f"{__package__}.{experiment}"))
 
 
-def run(
-    experiment: Experiment,
-    root: Path,
-    *,
-    smoke: bool = False,
-    device: str = "cpu",
-    progress: Callable[[str, int, int], None] | None = None,
-) -> Iterator[Outcome]:
-    """Run every job that has no result yet, and yield each as it is done.
-
-    A results file that is cut short or of another version is renamed, and the job is run again.
-
-    Args:
-        experiment: The experiment.
-        root: Folder of results.
-        smoke: The small size, of seconds.
-        device: Where to compute.
-        progress: Called as ``progress(job, done, total)`` while a job runs.
-    """
-    for config in experiment.jobs(smoke, device):
-        path = results.result_path(root, experiment.id, config)
-        notice = None
-        try:
-            result = results.load(root, experiment.id, config)
-        except results.UnusableResultError as error:
-            notice = f"{error}; renamed to {results.set_aside(path).name}"
-            result = None
-        if result is not None:
-            yield Outcome(result, path, skipped=True)
-            continue
-
-        def step(done: int, total: int, job: str = config["job"]) -> None:
-            if progress is not None:
-                progress(job, done, total)
-
-        start = time.perf_counter()
-        rows = experiment.module.run(config, device, step)
-        result = Result(experiment.id, config, rows, time.perf_counter() - start, provenance(device))
-        yield Outcome(result, results.save(root, result), skipped=False, set_aside=notice)
-
-
-def load(experiment: Experiment, root: Path, *, smoke: bool = False, device: str = "cpu") -> list[Result]:
-    """The results of all jobs.
+def get_all(names: Sequence[str]) -> list[Experiment]:
+    """The experiments of these ids, each once; ``all`` stands for every one.
 
     Raises:
-        ValueError: Some are missing, or cannot be used.
+        ValueError: One of them is unknown.
     """
-    found, missing = [], []
-    configs = experiment.jobs(smoke, device)
-    for config in configs:
-        result = results.load(root, experiment.id, config)
-        if result is None:
-            missing.append(config["job"])
-        else:
-            found.append(result)
-    if missing:
+    ids = [name for given in names for name in (EXPERIMENTS if given == "all" else (given,))]
+    return [get(name) for name in dict.fromkeys(ids)]
+
+
+def select(experiments: Sequence[Experiment], plan: Plan, only: Sequence[str] = ()) -> list[tuple[Experiment, Config]]:
+    """The jobs of a plan whose names contain one of the texts, or match one as a pattern; all where there is no text.
+
+    Raises:
+        ValueError: A text selects nothing; the names are listed.
+    """
+    jobs = [(experiment, config) for experiment in experiments for config in experiment.jobs(plan)]
+    for text in only:
+        if not any(_matches(config["job"], text) for _, config in jobs):
+            names = ", ".join(dict.fromkeys(config["job"] for _, config in jobs))
+            raise ValueError(f"--only {text!r} selects no job: the names are {names}")
+    return [job for job in jobs if not only or any(_matches(job[1]["job"], text) for text in only)]
+
+
+def _matches(job: str, text: str) -> bool:
+    return text in job or fnmatch.fnmatchcase(job, text)
+
+
+def work_folder(root: Path, home: str, config: Config) -> Path:
+    """``ROOT/.work/HOME/JOB-DIGEST``: the folder of a job that is not finished."""
+    return root / ".work" / home / results.result_path(root, home, config).stem
+
+
+def lock_path(root: Path, home: str, config: Config) -> Path:
+    """The file that a job is claimed with, beside its folder."""
+    folder = work_folder(root, home, config)
+    return folder.with_name(folder.name + ".lock")
+
+
+@dataclass(frozen=True)
+class State:
+    """How much of an experiment is done.
+
+    Attributes:
+        finished: The results, in the order of the jobs.
+        missing: The configurations without a result.
+        running: How many of the missing ones somebody works on.
+        unusable: Why files that are there could not be used.
+    """
+
+    finished: tuple[Result, ...]
+    missing: tuple[Config, ...]
+    running: int
+    unusable: tuple[str, ...]
+
+    @property
+    def total(self) -> int:
+        """How many jobs there are."""
+        return len(self.finished) + len(self.missing)
+
+    def __str__(self) -> str:
+        text = f"{len(self.finished)} of {self.total}"
+        return f"{text}, {self.running} running" if self.running else text
+
+
+def survey(experiment: Experiment, root: Path, *, smoke: bool = False) -> State:
+    """Look what is there: the jobs of the plan without options, and those of other devices and seeds that were begun.
+
+    A file that cannot be used counts as missing, and is named.
+    """
+    finished: list[Result] = []
+    missing: list[Config] = []
+    unusable: list[str] = []
+    running = 0
+    seen: set[Path] = set()
+
+    def look(plan: Plan, *, wanted: bool) -> bool:
+        """Note the plan's jobs; returns False where it has new ones and nobody began any."""
+        nonlocal running
+        new = begun = 0
+        for config in experiment.jobs(plan):
+            path = results.result_path(root, experiment.home, config)
+            if path in seen:
+                continue
+            new += 1
+            try:
+                result = results.load(root, experiment.home, config)
+            except results.UnusableResultError as error:
+                unusable.append(str(error))
+                result = None
+            is_running = result is None and locks.is_held(lock_path(root, experiment.home, config))
+            begun += is_running or result is not None
+            if not (wanted or is_running or result is not None):
+                continue
+            seen.add(path)
+            running += is_running
+            if result is not None:
+                finished.append(result)
+            else:
+                missing.append(config)
+        return begun > 0 or new == 0
+
+    base = Plan(smoke=smoke)
+    look(base, wanted=True)
+    look(replace(base, device="cuda"), wanted=False)
+    for seeds in range(1, _MOST_SEEDS):
+        plan = replace(base, seeds=seeds)
+        if experiment.jobs(plan) == experiment.jobs(replace(base, seeds=seeds + 1)) or not look(plan, wanted=False):
+            break
+    return State(tuple(finished), tuple(missing), running, tuple(unusable))
+
+
+def draw(experiment: Experiment, root: Path, *, smoke: bool = False, out: Path | None = None) -> tuple[Path, State]:
+    """Draw the figure of all finished jobs, ``ROOT/ID/ID.png`` unless `out` is given.
+
+    Raises:
+        ValueError: Nothing is finished.
+    """
+    state = survey(experiment, root, smoke=smoke)
+    if not state.finished:
         command = f"iternorm run {experiment.id}" + (" --smoke" if smoke else "")
-        raise ValueError(
-            f"{experiment.id}: {len(missing)} of {len(configs)} results are missing in {root} ({', '.join(missing)}): "
-            f"make them with `{command}`"
-        )
-    return found
-
-
-def count_finished(experiment: Experiment, root: Path, *, smoke: bool = False, device: str = "cpu") -> tuple[int, int]:
-    """How many jobs have a file, of how many."""
-    configs = experiment.jobs(smoke, device)
-    return sum(results.result_path(root, experiment.id, config).exists() for config in configs), len(configs)
+        broken = f" ({'; '.join(state.unusable)})" if state.unusable else ""
+        raise ValueError(f"{experiment.id}: none of {state.total} results is in {root}{broken}: make them with `{command}`")
+    name = experiment.id + ("-smoke" if smoke else "")
+    path = out if out is not None else root / experiment.id / f"{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    experiment.plot(state.finished).savefig(path, dpi=110)
+    return path, state

@@ -11,13 +11,14 @@ Departures: today's machine and libraries, so ratios within one run are what com
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from iternorm import bench
 
+from .registry import Context, Plan
 from .results import Config, Result, Row
 
 if TYPE_CHECKING:
@@ -26,19 +27,20 @@ if TYPE_CHECKING:
 _COLUMNS = ("name", "median_ms", "min_ms", "max_ms", "ratio_to_convolution", "paper_ms", "paper_ratio_to_convolution")
 
 
-def jobs(smoke: bool, device: str) -> list[Config]:
+def jobs(plan: Plan) -> list[Config]:
     """One job for each shape."""
-    shapes = [[2, 64, 8, 8]] if smoke else [list(case.shape) for case in bench.TABLE_A1]
-    rounds = 2 if smoke else 15
-    return [{"job": f"{device}-C{s[1]}", "device": device, "shape": s, "rounds": rounds} for s in shapes]
+    shapes = [[2, 64, 8, 8]] if plan.smoke else [list(case.shape) for case in bench.TABLE_A1]
+    rounds = 2 if plan.smoke else 15
+    common = {"device": plan.device, "rounds": rounds}
+    return [{"job": f"{plan.device}-C{shape[1]}", "shape": shape, **common} for shape in shapes]
 
 
-def run(config: Config, device: str, step: Callable[[int, int], None]) -> list[Row]:
+def run(config: Config, context: Context) -> list[Row]:
     """One row for each layer that is timed."""
-    return _run_cuda(config, step) if config["device"] == "cuda" else _run_cpu(config, step)
+    return _run_cuda(config, context) if config["device"] == "cuda" else _run_cpu(config, context)
 
 
-def _run_cpu(config: Config, step: Callable[[int, int], None]) -> list[Row]:
+def _run_cpu(config: Config, context: Context) -> list[Row]:
     cases = [bench.Case(tuple(config["shape"]))]
     total = bench.count_timings(cases, rounds=config["rounds"])
     done = 0
@@ -46,13 +48,13 @@ def _run_cpu(config: Config, step: Callable[[int, int], None]) -> list[Row]:
     def timed() -> None:
         nonlocal done
         done += 1
-        step(done, total)
+        context.step(done, total)
 
     (case,) = bench.run(cases, rounds=config["rounds"], progress=timed)["cases"]
     return [{column: rival[column] for column in _COLUMNS} for rival in case["rivals"]]
 
 
-def _run_cuda(config: Config, step: Callable[[int, int], None]) -> list[Row]:
+def _run_cuda(config: Config, context: Context) -> list[Row]:
     from iternorm.bench.cuda.cases import rivals_for
     from iternorm.bench.cuda.contest import run_case
     from iternorm.bench.cuda.timing import Gpu, matmul_precision
@@ -62,7 +64,7 @@ def _run_cuda(config: Config, step: Callable[[int, int], None]) -> list[Row]:
     with matmul_precision("high"):
         rivals = rivals_for(shape, torch.float32)
         case = run_case(shape, torch.float32, rivals, gpu, gpu.copy_gb_per_s(), config["rounds"])
-    step(1, 1)
+    context.step(1, 1)
     return cuda_rows(case)
 
 

@@ -1,0 +1,109 @@
+"""Figure 7: the number of iterations and the group size of IterNorm in a VGG on CIFAR-10.
+
+Reproduces: the paper's Figure 7, in the basic configuration of Figure 6: (a) T in 0, 1, 3, 5, 7, all channels together;
+(b) T=5 and groups of 512 (all channels), 256, 64, 32 and 1.
+Claim: the fewest (T=0) and the most (T=7) iterations both learn less efficiently than those between, and T=7 has a
+significantly worse test performance; IterNorm is not sensitive to a large group size, in training and in testing.
+Command: iternorm run fig7 --device cuda && iternorm plot fig7
+Cost: 27 runs on a GPU, of minutes each; 6 of them are Figure 6's.
+The paper got: curves without numbers.
+Departures: those of Figure 6. 160 epochs for the groups too, as the paper says; its scripts have 200.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from . import curves, vgg_cifar
+from .curves import evidence
+from .findings import Claim, Comparison
+from .registry import Plan
+from .results import Config, Result
+from .vgg_cifar import HOME as HOME
+from .vgg_cifar import run as run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# By what the paper calls them.
+ITERATIONS = {f"T={steps}": f"IterNorm T={steps}" for steps in (0, 1, 3, 5, 7)}
+GROUPS = {"group 512": "IterNorm T=5"} | {f"group {size}": f"IterNorm T=5 d={size}" for size in (256, 64, 32, 1)}
+# How far test errors of large and middle groups may lie apart, in points, for "not sensitive".
+_NEAR = 0.5
+
+
+def jobs(plan: Plan) -> list[Config]:
+    """One job for each seed and normalization; T=5 of all channels belongs to both panels."""
+    norms = list(dict.fromkeys([*ITERATIONS.values(), *GROUPS.values()]))
+    if plan.smoke:
+        norms = [ITERATIONS["T=0"], ITERATIONS["T=5"], GROUPS["group 64"], GROUPS["group 1"]]
+    return [vgg_cifar.configuration("basic", norm, seed, plan) for seed in vgg_cifar.seeds(plan) for norm in norms]
+
+
+def _select(results: Sequence[Result], panel: dict[str, str]) -> dict[str, list[Result]]:
+    by_norm = curves.by(results, "norm")
+    return {name: by_norm[norm] for name, norm in panel.items() if norm in by_norm}
+
+
+def compare(results: Sequence[Result]) -> list[Comparison]:
+    """The final test errors, which the paper shows as curves."""
+    found = []
+    for panel in (ITERATIONS, GROUPS):
+        runs = _select(results, panel)
+        for name in panel:
+            note = curves.divergence_note(runs.get(name))
+            found.append(Comparison(f"{name}, test error", "", vgg_cifar.test_errors(runs.get(name)), note=note))
+    return found
+
+
+def claims(results: Sequence[Result]) -> list[Claim]:
+    """The sentences of Section 5.1 on this figure."""
+    iterations, groups = _select(results, ITERATIONS), _select(results, GROUPS)
+    trained, tested = (
+        {name: value(iterations.get(name)) for name in ITERATIONS}
+        for value in (vgg_cifar.efficiency, vgg_cifar.test_error)
+    )
+    groups_trained, groups_tested = (
+        {name: value(groups.get(name)) for name in GROUPS} for value in (vgg_cifar.efficiency, vgg_cifar.test_error)
+    )
+    return [
+        Claim(
+            "The smallest (T=0) and the largest (T=7) iteration number both have the worse training efficiency.",
+            curves.extremes_are_worse(list(trained.values())),
+            f"Training error averaged over epochs: {evidence(trained)}.",
+        ),
+        Claim(
+            "With T=7 IterNorm has significantly worse test performance.",
+            curves.last_is_much_worse(list(tested.values())),
+            f"Final test error: {evidence(tested)}; that of T=7 has to be a tenth above the worst of T=1, 3, 5.",
+        ),
+        Claim(
+            "IterNorm is not sensitive to the large group size, in training and in testing.",
+            _are_near(groups_trained, groups_tested),
+            f"Training error averaged over epochs: {evidence(groups_trained)}. Final test error: "
+            f"{evidence(groups_tested)}. Groups of 512 and 256 may be {_NEAR} points worse than groups of 64.",
+        ),
+    ]
+
+
+def _are_near(*errors: dict[str, float | None]) -> bool | None:
+    """Whether the large groups' errors are little above those of groups of 64."""
+    found = []
+    for values in errors:
+        middle, large = values["group 64"], [values["group 512"], values["group 256"]]
+        known = [value for value in large if value is not None]
+        if middle is None or len(known) < len(large):
+            return None
+        found.append(max(known) <= middle + _NEAR)
+    return all(found)
+
+
+def plot(results: Sequence[Result]) -> "Figure":
+    """Training (solid) and test (dashed) error over epochs: by iterations, by group size."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.2, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    vgg_cifar.draw(left, _select(results, ITERATIONS), "(a) iterations, all channels together")
+    vgg_cifar.draw(right, _select(results, GROUPS), "(b) group size, T=5")
+    left.set_ylabel("error (%)")
+    return figure

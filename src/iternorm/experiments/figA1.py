@@ -1,0 +1,80 @@
+"""Figure A1: an MLP on MNIST with IterNorm of 1 to 9 iterations, full batch.
+
+Reproduces: the paper's Figure A1, with the setup of Figure 3 (a): T in 1, 3, 5, 7, 9, BN and DBN.
+Claim: the fewest (T=1) and the most (T=9) iterations both learn less efficiently than those between; with T=9
+IterNorm's test performance is significantly worse.
+Command: iternorm run figA1 [--device cuda] && iternorm plot figA1
+Cost: 35 runs, 15 of them Figure 3's, a few minutes on a GPU.
+The paper got: curves without numbers.
+Departures: those of Figure 3.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from . import curves, mnist_mlp
+from .curves import evidence
+from .findings import Claim, Comparison
+from .mnist_mlp import HOME as HOME
+from .mnist_mlp import run as run
+from .registry import Plan
+from .results import Config, Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ITERATIONS = (1, 3, 5, 7, 9)
+NORMS = ("BN", "DBN", *(f"IterNorm T={steps}" for steps in ITERATIONS))
+
+
+def jobs(plan: Plan) -> list[Config]:
+    """One job for each seed, method and learning rate."""
+    return [
+        mnist_mlp.configuration(norm, lr, seed, plan)
+        for seed in mnist_mlp.seeds(plan)
+        for norm in NORMS
+        for lr in mnist_mlp.rates(plan)
+    ]
+
+
+def compare(results: Sequence[Result]) -> list[Comparison]:
+    """The final test error and training loss of each method's best learning rate."""
+    return mnist_mlp.comparisons(mnist_mlp.best_by_norm(results), NORMS, "full batch")
+
+
+def claims(results: Sequence[Result]) -> list[Claim]:
+    """The sentences of the appendix on this figure."""
+    best = mnist_mlp.best_by_norm(results)
+    trained = {norm: mnist_mlp.efficiency(best.get(norm)) for norm in NORMS}
+    tested = {norm: mnist_mlp.test_error(best.get(norm)) for norm in NORMS}
+    losses = {norm: curves.mean(best.get(norm), mnist_mlp.final_loss) for norm in NORMS}
+    return [
+        Claim(
+            "The smallest (T=1) and the largest (T=9) iteration number both have the worse training efficiency.",
+            curves.extremes_are_worse([trained[f"IterNorm T={steps}"] for steps in ITERATIONS]),
+            f"Training error averaged over the iterations: {evidence(trained)}. "
+            f"Final training loss: {evidence(losses, '')}.",
+        ),
+        Claim(
+            "With T=9 IterNorm has significantly worse test performance.",
+            curves.last_is_much_worse([tested[f"IterNorm T={steps}"] for steps in ITERATIONS]),
+            f"Final test error: {evidence(tested)}; that of T=9 has to be a tenth above the worst of T=3, 5, 7.",
+        ),
+    ]
+
+
+def plot(results: Sequence[Result]) -> "Figure":
+    """Training error, and test error, over iterations."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    best = mnist_mlp.best_by_norm(results)
+    runs = {norm: best[norm] for norm in NORMS if norm in best}
+    curves.draw(left, runs, "iteration", "train_error", None)
+    curves.draw(right, runs, "iteration", None, "test_error")
+    curves.limit_errors(left, [run for found in runs.values() for run in found])
+    left.set(ylabel="error (%)", title="(a) training error")
+    right.set(title="(b) test error")
+    left.legend(fontsize=8)
+    return figure
