@@ -155,11 +155,10 @@ def _newton_backward(
         # dR <- M dR M - sym(dR R M) multiplied out: the terms share S = dR R. Half of it, to be added to its transpose.
         shared = torch.bmm(d_residual, residual)
         half = torch.add(1.125 * d_residual, shared, alpha=-1.5)
-        half = torch.baddbmm(half, shared, residual, alpha=0.25)
-        half = torch.baddbmm(half, residual, shared, alpha=0.125)
+        half = half.baddbmm_(shared, residual, alpha=0.25).baddbmm_(residual, shared, alpha=0.125)
         d_residual = half + half.mT
         d_iterate = torch.baddbmm(d_iterate, d_iterate, following, beta=1.5, alpha=-0.5)
-        d_iterate = torch.baddbmm(d_iterate, iterate, d_residual, alpha=-0.5)
+        d_iterate = d_iterate.baddbmm_(iterate, d_residual, alpha=-0.5)
     d_normalized = _symmetric(d_iterate).view_as(covariance)
     through_trace = through_trace + (d_normalized * (covariance / trace)).sum((-2, -1), keepdim=True)
     return (d_normalized - through_trace * identity) / trace
