@@ -2,7 +2,8 @@
 
     python killed_runs.py FOLDER
 
-Everything is imported and the data made once; each trial is a fork of this process. Prints one JSON object: what an uninterrupted run
+Everything is imported and the data made once; each trial is a fork of this process. Prints one JSON object: what an
+uninterrupted run
 gave, and what each killed and resumed run gave.
 """
 
