@@ -80,7 +80,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
 
 
 def _claim_improvement(iternorm: outcomes.Seeds, baseline: outcomes.Seeds) -> Claim:
-    """It holds if ours is as large, up to two standard errors; it is open where these reach from there to none at all."""
+    """It holds if ours is as large up to two standard errors, and is open where these reach down to none at all."""
     text = f"on WRN-28-10 IterNorm lowers BN's error by {PAPER_IMPROVEMENT} % of it"
     evidence = f"IterNorm {iternorm}, BN {baseline}"
     if not iternorm.values or not baseline.values:
