@@ -115,6 +115,8 @@ class _Whiten(torch.autograd.Function):
             y = torch.empty_like(x) if _is_empty(x) else _call(_affine_op, x, matrix, offset, group_size)
         ctx.save_for_backward(x, weight, bias, mean, whitening, num_samples, *(t for state in solved for t in state))
         ctx.mark_non_differentiable(mean, covariance, whitening)
+        # Else autograd would fill zeros for the three of them.
+        ctx.set_materialize_grads(False)
         ctx.num_parts = len(solved)
         ctx.config = group_size, solver, num_iters, eps
         ctx.process_group = process_group
@@ -233,7 +235,9 @@ def fold_affine(
 
 
 def _regularized(covariance: Tensor, eps: float) -> Tensor:
-    return covariance + eps * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    regularized = covariance.clone()
+    regularized.diagonal(dim1=-2, dim2=-1).add_(eps)
+    return regularized
 
 
 def _scale_rows(matrix: Tensor, weight: Tensor | None, group_size: int) -> Tensor:
