@@ -1,4 +1,4 @@
-"""`iternorm analyze`, and the verbs of experiments."""
+"""`iternorm analyze`: what it prints, what it writes, and how it fails."""
 
 import json
 
@@ -6,7 +6,6 @@ import pytest
 from typer.testing import CliRunner
 
 from iternorm import cli
-from iternorm.experiments import registry
 from page_checks import assert_self_contained
 
 MODELS = """
@@ -90,46 +89,3 @@ def test_analyze_says_in_one_line_what_is_wrong(invoke, arguments, text):
     message = " ".join(result.stderr.split())
     assert message.startswith("error: ")
     assert text in message
-
-
-def test_ls_lists_every_experiment(invoke):
-    invoke("run", "fig1", "--smoke")
-    result = invoke("ls")
-    assert result.exit_code == 0, result.output
-    for name in registry.EXPERIMENTS:
-        assert name in result.stdout
-    # A smoke run is no result.
-    assert "0 of 1" in result.stdout
-
-
-def test_run_then_plot(invoke, tmp_path):
-    first, second = (invoke("run", "fig2", "--smoke") for _ in range(2))
-    assert first.exit_code == 0, first.output
-    assert "finished before" not in first.stdout
-    assert second.stdout.count("finished before") == 2
-    result = invoke("plot", "fig2", "--smoke")
-    assert result.exit_code == 0, result.output
-    assert (tmp_path / "results" / "fig2" / "fig2-smoke.png").stat().st_size > 2000
-    assert invoke("plot", "fig2", "--smoke", "--out", "x/fig.svg").exit_code == 0
-    assert (tmp_path / "x" / "fig.svg").read_text().startswith("<?xml")
-
-
-def test_run_names_a_file_it_sets_aside(invoke, tmp_path):
-    invoke("run", "fig1", "--smoke", "--results", "r")
-    (path,) = (tmp_path / "r" / "fig1").iterdir()
-    path.write_text("{")
-    result = invoke("run", "fig1", "--smoke", "--results", "r")
-    assert result.exit_code == 0, result.output
-    message = " ".join(result.stderr.split())
-    assert "is not complete JSON" in message
-    assert f"renamed to {path.name}.unusable" in message
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [(["run", "fig44"], "did you mean fig4"), (["plot", "fig1"], "1 of 1 results are missing")],
-)
-def test_wrong_experiments_are_named(invoke, arguments, text):
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert text in " ".join(result.stderr.split())

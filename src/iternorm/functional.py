@@ -1,8 +1,8 @@
 """Public functions: check the arguments, choose the implementation, nothing else.
 
-The signatures follow `torch.nn.functional.batch_norm`. ``impl="auto"`` takes the Triton kernels for Newton's iteration
-on CUDA tensors in half, bfloat16 or single precision with groups of up to 128 channels, and the torch path for the
-rest; ``impl="reference"`` is the paper written plainly. An implementation that is named and cannot run raises.
+The signatures follow `torch.nn.functional.batch_norm`. ``impl="auto"`` takes the Triton kernels on CUDA
+tensors in half, bfloat16 or single precision, for Newton's iteration with groups of up to 128 channels and for ZCA, which
+they compute by that iteration run to convergence, with groups of up to 64, and the torch path for the rest; ``impl="reference"`` is the paper written plainly. An implementation that is named and cannot run raises.
 """
 
 import torch
@@ -206,7 +206,7 @@ def normalize(
             "use a larger batch, or eval mode"
         )
     if impl == "triton":
-        return fused.whiten_fused(x, weight, bias, group_size, num_iters, eps, statistics)
+        return fused.whiten_fused(x, weight, bias, fused.Settings(group_size, solver, num_iters, eps), statistics)
     if impl == "reference":
         y, mean, covariance, whitening = _reference(x, weight, bias, group_size, solver, num_iters, eps)
     else:

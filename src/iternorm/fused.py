@@ -6,7 +6,7 @@ imported when it is first used.
 
 from contextlib import nullcontext
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,66 +29,105 @@ def kernels() -> Any:
 
 def no_kernels(x: Tensor, group_size: int, solver: str) -> str | None:
     """Why the Triton kernels cannot normalize `x`, or None."""
-    if solver != "newton":
-        return f"the kernels compute newton's iteration, not {solver!r}"
+    if solver not in ("newton", "zca"):
+        return f"the kernels compute newton's iteration and zca, not {solver!r}"
     if not HAS_TRITON:
         return "triton is not installed"
-    return kernels().unsupported(x, group_size)
+    return kernels().unsupported(x, group_size, solver)
+
+
+# Newton's steps to convergence. A step multiplies a small eigenvalue of the normalized covariance by 9/4, so that 24
+# reach everything above 1e-8 of the trace: what lies below is rounding in the covariance itself.
+ZCA_STEPS = 24
+
+
+class Settings(NamedTuple):
+    """What the layer asks for. ZCA is Newton's iteration run to convergence, in products of fp32's accuracy."""
+
+    group_size: int
+    solver: str
+    num_iters: int
+    eps: float
+
+    @property
+    def steps(self) -> int:
+        return ZCA_STEPS if self.solver == "zca" else self.num_iters
+
+    @property
+    def exact(self) -> bool:
+        return self.solver == "zca"
 
 
 def whiten_fused(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
-    num_iters: int,
-    eps: float,
-    statistics: ops.Running | None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings, statistics: ops.Running | None
 ) -> Tensor:
     """`whiten` by Newton's iteration in Triton kernels, and the running statistics in the same launches.
 
     Under `torch.compile` the statistics are updated by ordinary operations, which the compiler joins.
     """
-    compiling = torch.compiler.is_compiling()
-    inside = None if compiling else statistics
-    y, state = _WhitenFused.apply(x, weight, bias, group_size, num_iters, eps, inside)  # pyright: ignore[reportGeneralTypeIssues]
-    if compiling and statistics is not None:
-        mean, covariance, whitening = kernels().views(state, x.shape[1], group_size, num_iters)
+    if not torch.compiler.is_compiling():
+        return _WhitenEager.apply(x, weight, bias, settings, statistics)  # pyright: ignore[reportReturnType]
+    y, state = _WhitenCompiled.apply(x, weight, bias, settings)  # pyright: ignore[reportGeneralTypeIssues]
+    if statistics is not None:
+        mean, covariance, whitening = kernels().views(state, x.shape[1], settings.group_size, settings.steps)
         size = whitening.shape[-1]
         ops.update_running(statistics, mean, covariance[:, :size, :size], whitening)
     return y
 
 
-class _WhitenFused(torch.autograd.Function):
+class _WhitenEager(torch.autograd.Function):
+    """The kernels, called directly. The state is no output: autograd would make a gradient of zeros for it."""
+
     @staticmethod
-    def forward(ctx, x, weight, bias, group_size, num_iters, eps, statistics):
-        if torch.compiler.is_compiling():
-            y, state = _fused_forward_op(x, weight, bias, group_size, num_iters, eps)
-        else:
-            with _on_device(x):
-                y, state = kernels().forward(x, weight, bias, group_size, num_iters, eps, statistics)
+    def forward(ctx, x, weight, bias, settings, statistics):
+        group_size, solver, num_iters, eps = settings
+        exact = solver == "zca"
+        with _on_device(x):
+            y, state, ctx.plan = kernels().forward(
+                x, weight, bias, group_size, ZCA_STEPS if exact else num_iters, eps, statistics, exact
+            )
+        ctx.save_for_backward(x, weight, bias, state)
+        ctx.settings = settings
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, bias, state = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            return *ops.differentiable_backward(grad, (x, weight, bias), needs[:3], ctx.settings), None, None
+        # Autograd has made the device of the gradient the current one.
+        gradients = kernels().backward(grad, x, weight, state, ctx.plan, ctx.settings[3], needs[0])
+        return *_wanted(gradients, weight, bias, needs), None, None
+
+
+class _WhitenCompiled(torch.autograd.Function):
+    """The kernels as two operators, which a compiler can place in a graph."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, settings):
+        group_size, _, _, eps = settings
+        y, state = _fused_forward_op(x, weight, bias, group_size, settings.steps, eps, settings.exact)
         ctx.save_for_backward(x, weight, bias, state)
         ctx.mark_non_differentiable(state)
-        ctx.config = group_size, num_iters, eps
+        ctx.settings = settings
         return y, state
 
     @staticmethod
     def backward(ctx, grad, _unused):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, bias, state = ctx.saved_tensors
-        group_size, num_iters, eps = ctx.config
-        needs = ctx.needs_input_grad[:3]
-        compiling = torch.compiler.is_compiling()
-        if compiling:
-            gradients = _fused_backward_op(grad, x, weight, state, group_size, num_iters, eps, needs[0])
-        elif torch.is_grad_enabled():
-            config = group_size, "newton", num_iters, eps
-            return *ops.differentiable_backward(grad, (x, weight, bias), needs, config), None, None, None, None
-        else:
-            with _on_device(x):
-                gradients = kernels().backward(grad, x, weight, state, group_size, num_iters, eps, needs[0])
-        grad_weight = _as(gradients[1], weight) if needs[1] else None
-        grad_bias = _as(gradients[2], bias) if needs[2] else None
-        return gradients[0] if needs[0] else None, grad_weight, grad_bias, None, None, None, None
+        settings, needs = ctx.settings, ctx.needs_input_grad
+        gradients = _fused_backward_op(
+            grad, x, weight, state, settings.group_size, settings.steps, settings.eps, settings.exact, needs[0]
+        )
+        return *_wanted(gradients, weight, bias, needs), None
+
+
+def _wanted(gradients, weight, bias, needs) -> tuple:
+    """The gradients that are asked for, those of weight and bias in their dtype."""
+    grad_weight = _as(gradients[1], weight) if needs[1] else None
+    grad_bias = _as(gradients[2], bias) if needs[2] else None
+    return gradients[0] if needs[0] else None, grad_weight, grad_bias
 
 
 def _as(gradient: Tensor, parameter: Tensor) -> Tensor:
@@ -97,14 +136,14 @@ def _as(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 @torch.library.custom_op("iternorm::fused_forward", mutates_args=())
 def _fused_forward_op(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, num_iters: int, eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, num_iters: int, eps: float, exact: bool
 ) -> tuple[Tensor, Tensor]:
     with _on_device(x):
-        return kernels().forward(x, weight, bias, group_size, num_iters, eps, zeroed=True)
+        return kernels().forward(x, weight, bias, group_size, num_iters, eps, exact=exact, zeroed=True)[:2]
 
 
 @_fused_forward_op.register_fake
-def _(x, weight, bias, group_size, num_iters, eps):
+def _(x, weight, bias, group_size, num_iters, eps, exact):
     size = kernels().state_of(x.shape[1], group_size, num_iters).size
     return torch.empty_like(kernels().dense(x)), x.new_empty(size, dtype=torch.float32)
 
@@ -118,17 +157,19 @@ def _fused_backward_op(
     group_size: int,
     num_iters: int,
     eps: float,
+    exact: bool,
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with _on_device(x):
-        gradients = kernels().backward(grad, x, weight, state, group_size, num_iters, eps, needs_input)
+        plan = kernels().plan_for(kernels().dense(x), weight, None, group_size, num_iters, None, exact)
+        gradients = kernels().backward(grad, x, weight, state, plan, eps, needs_input)
     # An operator returns tensors: what was not asked for is empty.
     dx, grad_weight, grad_bias = (state.new_empty(0) if g is None else g for g in gradients)
     return dx, grad_weight, grad_bias
 
 
 @_fused_backward_op.register_fake
-def _(grad, x, weight, state, group_size, num_iters, eps, needs_input):
+def _(grad, x, weight, state, group_size, num_iters, eps, exact, needs_input):
     dx = torch.empty_like(kernels().dense(x)) if needs_input else state.new_empty(0)
     return dx, state.new_empty(0 if weight is None else x.shape[1]), state.new_empty(x.shape[1])
 
@@ -150,5 +191,8 @@ def infer_fused(
 
 def _on_device(x: Tensor):
     """Kernels are launched on the current device: make it that of `x` where it is another."""
-    same = not x.is_cuda or x.device.index == torch.cuda.current_device()
-    return nullcontext() if same else torch.cuda.device(x.device)
+    same = not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
+    return _NO_CHANGE if same else torch.cuda.device(x.device)
+
+
+_NO_CHANGE = nullcontext()

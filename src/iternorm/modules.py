@@ -57,6 +57,10 @@ class WhiteningNorm(nn.Module):
     solver: str
     num_iters: int = 0
 
+    # The attributes that were checked last, and the shape of running matrices that follows from them.
+    _checked: tuple | None = None
+    _matrix_shape: tuple[int, int, int] = (0, 0, 0)
+
     def __init__(
         self,
         num_features: int,
@@ -76,10 +80,6 @@ class WhiteningNorm(nn.Module):
             raise TypeError(f"num_features={num_features!r} is not an integer; give the number of channels")
         if num_features < 1:
             raise ValueError(f"num_features={num_features} must be at least 1; give the number of channels")
-        functional.check_eps(eps)
-        functional.check_momentum(momentum)
-        functional.check_group_size(group_size)
-        functional.check_impl(impl)
         if running not in RUNNING:
             raise ValueError(f"running={running!r} is not known; choose one of {', '.join(map(repr, RUNNING))}")
         self.num_features = num_features
@@ -90,6 +90,7 @@ class WhiteningNorm(nn.Module):
         self.group_size = group_size
         self.running = running
         self.impl = impl
+        self._check_attributes()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         for name in ("weight", "bias"):
             self.register_parameter(name, nn.Parameter(torch.empty(num_features, **factory)) if affine else None)
@@ -97,8 +98,7 @@ class WhiteningNorm(nn.Module):
         for name in ("running_mean", "running_whitening", "running_covariance", "num_batches_tracked"):
             self.register_buffer(name, None)
         if track_running_stats:
-            size = groups.effective_size(num_features, group_size)
-            matrix = torch.empty(groups.num_groups(num_features, group_size), size, size, **factory)
+            matrix = torch.empty(self._matrix_shape, **factory)
             count = torch.tensor(0, dtype=torch.long, device=device)
             for name, value in zip(tracked, (torch.empty(num_features, **factory), matrix, count), strict=True):
                 self.register_buffer(name, value)
@@ -147,13 +147,22 @@ class WhiteningNorm(nn.Module):
                 f"expected an input of {self.num_features} channels (num_features), got {input.shape[1]}: "
                 f"shape {list(input.shape)}"
             )
-        self._check_attributes()
+        # Read once each: an attribute of a module is looked up in three dictionaries.
+        matrix = self.running_whitening if self.running == "whitening" else self.running_covariance
+        if (self.num_features, self.eps, self.momentum, self.group_size, self.impl) != self._checked:
+            self._check_attributes()
+        if matrix is not None and matrix.shape != self._matrix_shape:
+            raise ValueError(
+                f"running_{self.running} has shape {list(matrix.shape)}; {self.num_features} channels with "
+                f"group_size={self.group_size} need {list(self._matrix_shape)}"
+            )
+        mean, training = self.running_mean, self.training
         # As in BatchNorm: running statistics are updated in training if they are kept, and used in eval if they exist.
-        batch_statistics = self.training or self.running_mean is None
+        batch_statistics = training or mean is None
         statistics = None
-        if self.running_mean is not None and (self.track_running_stats or not batch_statistics):
-            matrix, covariance = self.running_matrix, self.running == "covariance"
-            statistics = ops.Running(self.running_mean, matrix, self.num_batches_tracked, self.momentum, covariance)
+        if mean is not None and (self.track_running_stats or not batch_statistics):
+            count, covariance = self.num_batches_tracked, self.running == "covariance"
+            statistics = ops.Running(mean, matrix, count, self.momentum, covariance)
         return functional.normalize(
             input,
             statistics,
@@ -161,11 +170,11 @@ class WhiteningNorm(nn.Module):
             self.bias,
             batch_statistics,
             self.eps,
-            groups.effective_size(self.num_features, self.group_size),
+            self._matrix_shape[1],
             self.solver,
             self.num_iters,
             self.impl,
-            self._process_group(input) if self.training else None,
+            self._process_group(input) if training else None,
         )
 
     def _process_group(self, input: Tensor) -> Any:
@@ -176,20 +185,14 @@ class WhiteningNorm(nn.Module):
         raise NotImplementedError
 
     def _check_attributes(self) -> None:
-        """Attributes were checked when the layer was made, but can be set since."""
+        """When the layer is made, and again where one of them has been set since."""
         functional.check_eps(self.eps)
         functional.check_momentum(self.momentum)
         functional.check_group_size(self.group_size)
         functional.check_impl(self.impl)
-        matrix = self.running_matrix
-        if matrix is not None:
-            size = groups.effective_size(self.num_features, self.group_size)
-            expected = (groups.num_groups(self.num_features, self.group_size), size, size)
-            if tuple(matrix.shape) != expected:
-                raise ValueError(
-                    f"running_{self.running} has shape {list(matrix.shape)}; {self.num_features} channels with "
-                    f"group_size={self.group_size} need {list(expected)}"
-                )
+        size = groups.effective_size(self.num_features, self.group_size)
+        self._matrix_shape = (groups.num_groups(self.num_features, self.group_size), size, size)
+        self._checked = (self.num_features, self.eps, self.momentum, self.group_size, self.impl)
 
     def extra_repr(self) -> str:
         return (

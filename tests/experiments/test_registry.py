@@ -1,95 +1,94 @@
-"""Experiments: their results on disk, what is skipped and what is run again, and every one at its smoke size."""
+"""Experiments: their list, their jobs and docstrings, and every one at its smoke size."""
 
 import itertools
-import json
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from iternorm.analysis.report import write_text_atomically
-from iternorm.experiments import registry, results, tableA1
-from iternorm.experiments.registry import Experiment
+from iternorm.experiments import registry, results, sweep, tableA1
+from iternorm.experiments.registry import Experiment, Plan
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def swept(name, root):
+    """The results of a smoke run."""
+    jobs = registry.select([registry.get(name)], Plan(smoke=True))
+    return [outcome.result for outcome in sweep.run(jobs, root)]
 
 
 @pytest.fixture
-def counting():
-    """An experiment of two jobs that notes each run."""
-    module = ModuleType("counting", "Counts.\n\nCost: nothing.")
-    module.ran = []
-
-    def run(config, device, step):
-        module.ran.append(config["job"])
-        step(1, 1)
-        return [{"value": 2 * config["number"]}, {"value": None}]
-
-    module.jobs = lambda smoke, device: [{"job": f"n{n}", "number": n, "pair": (n, n)} for n in (1, 2)]
-    module.run = run
-    return Experiment("counting", module)
+def seeded():
+    """An experiment of two networks and as many seeds as asked for."""
+    module = ModuleType("seeded", "Seeds.\n\nCost: nothing,\nreally.\nDepartures: some\nof them.\n")
+    module.jobs = lambda plan: [{"job": f"{n}-s{s}", "seed": s} for n in ("a", "ab") for s in range(plan.seeds or 2)]
+    return Experiment("seeded", module)
 
 
-def test_results_hold_what_made_them(counting, tmp_path):
-    outcomes = list(registry.run(counting, tmp_path))
-    assert [outcome.skipped for outcome in outcomes] == [False, False]
-    content = json.loads(outcomes[0].path.read_text())
-    assert content["format"] == 1
-    assert content["experiment"] == "counting"
-    assert content["config"] == {"job": "n1", "number": 1, "pair": [1, 1]}
-    assert content["rows"] == [{"value": 2}, {"value": None}]
-    assert content["seconds"] >= 0
-    assert {"commit", "torch", "machine", "time", "device"} <= set(content["provenance"])
-    assert [result.rows[0]["value"] for result in registry.load(counting, tmp_path)] == [2, 4]
-    assert registry.count_finished(counting, tmp_path) == (2, 2)
+def save(experiment, root, *jobs, plan=None):
+    for config in experiment.jobs(plan):
+        if config["job"] in jobs:
+            results.save(root, results.Result(experiment.home, config, [{}], 1.0, {}))
 
 
-def test_finished_jobs_are_skipped_and_an_interrupted_run_resumes(counting, tmp_path):
-    run = registry.run(counting, tmp_path)
-    next(run)
-    run.close()
-    assert counting.module.ran == ["n1"]
-    assert registry.count_finished(counting, tmp_path) == (1, 2)
-    assert [outcome.skipped for outcome in registry.run(counting, tmp_path)] == [True, False]
-    assert counting.module.ran == ["n1", "n2"]
+def names(chosen):
+    return [config["job"] for _, config in chosen]
 
 
-def test_a_job_that_fails_leaves_no_file(counting, tmp_path):
-    def broken(config, device, step):
-        raise RuntimeError("no")
+def test_only_takes_texts_and_patterns(seeded):
+    def select(*only):
+        return names(registry.select([seeded], Plan(), only))
 
-    counting.module.run = broken
-    with pytest.raises(RuntimeError, match="no"):
-        list(registry.run(counting, tmp_path))
-    assert registry.count_finished(counting, tmp_path) == (0, 2)
+    assert select() == ["a-s0", "a-s1", "ab-s0", "ab-s1"]
+    assert select("ab") == ["ab-s0", "ab-s1"]
+    assert select("a-*") == ["a-s0", "a-s1"]
+    assert select("a?-s0", "a-s1") == ["a-s1", "ab-s0"]
+    with pytest.raises(ValueError, match=r"--only 'zz' selects no job: the names are a-s0, a-s1, ab-s0, ab-s1"):
+        select("ab", "zz")
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda text: text[: len(text) // 2], "is not complete JSON"),
-        (lambda text: "", "is not complete JSON"),
-        (lambda text: "[]", "has format None"),
-        (lambda text: text.replace('"format": 1', '"format": 0'), "has format 0, this version of iternorm writes 1"),
-        (lambda text: text.replace('"number": 1', '"number": 7'), "result of another configuration"),
-        (lambda text: text.replace('"seconds"', '"second"'), "has no 'seconds'"),
-    ],
-)
-def test_unusable_files_are_named_set_aside_and_run_again(counting, tmp_path, damage, reason):
-    path = next(registry.run(counting, tmp_path)).path
-    good, bad = path.read_text(), damage(path.read_text())
-    path.write_text(bad)
-    with pytest.raises(results.UnusableResultError, match=reason):
-        registry.load(counting, tmp_path)
-    outcome = next(registry.run(counting, tmp_path))
-    assert reason in outcome.set_aside
-    assert str(path) in outcome.set_aside
-    aside = path.with_name(path.name + ".unusable")
-    assert aside.name in outcome.set_aside
-    assert aside.read_text() == bad
-    assert json.loads(path.read_text())["rows"] == json.loads(good)["rows"]
-    # A second one does not overwrite the first.
-    path.write_text("{")
-    next(registry.run(counting, tmp_path))
-    assert aside.read_text() == bad
-    assert aside.with_name(aside.name + ".1").read_text() == "{"
+def test_fields_of_a_docstring_may_take_several_lines(seeded):
+    assert seeded.title == "Seeds."
+    assert seeded.cost == "nothing, really"
+    assert seeded.field("Departures") == "some of them."
+    assert seeded.field("Claim") == ""
+
+
+@pytest.mark.parametrize(("values", "text"), [({"seeds": 0}, "seeds=0 runs"), ({"device": "tpu"}, "device='tpu' is")])
+def test_a_plan_that_makes_no_sense_is_refused(values, text):
+    with pytest.raises(ValueError, match=text):
+        Plan(**values)
+
+
+def test_survey_finds_more_seeds_than_the_default_if_they_were_begun(seeded, tmp_path):
+    save(seeded, tmp_path, "a-s0")
+    state = registry.survey(seeded, tmp_path)
+    assert (len(state.finished), state.total) == (1, 4)
+    save(seeded, tmp_path, "a-s2", "ab-s3", plan=Plan(seeds=4))
+    state = registry.survey(seeded, tmp_path)
+    assert [result.config["job"] for result in state.finished] == ["a-s0", "a-s2", "ab-s3"]
+    assert [config["job"] for config in state.missing] == ["a-s1", "ab-s0", "ab-s1"]
+
+
+def test_survey_finds_results_of_the_other_device(seeded, tmp_path):
+    seeded.module.jobs = lambda plan: [{"job": plan.device, "device": plan.device}]
+    assert str(registry.survey(seeded, tmp_path)) == "0 of 1"
+    save(seeded, tmp_path, "cuda", plan=Plan(device="cuda"))
+    assert str(registry.survey(seeded, tmp_path)) == "1 of 2"
+
+
+def test_nothing_to_draw_is_named(seeded, tmp_path):
+    with pytest.raises(ValueError, match=r"seeded: none of 4 results is in .*`iternorm run seeded`"):
+        registry.draw(seeded, tmp_path)
+
+
+def test_all_stands_for_every_experiment():
+    chosen = [experiment.id for experiment in registry.get_all(["fig4", "all", "fig4"])]
+    assert chosen[0] == "fig4"
+    assert sorted(chosen) == sorted(registry.EXPERIMENTS)
 
 
 def test_path_is_a_function_of_the_configuration(tmp_path):
@@ -101,14 +100,8 @@ def test_path_is_a_function_of_the_configuration(tmp_path):
         results.result_path(tmp_path, "fig", {"job": "a/b"})
 
 
-def test_missing_results_are_named(counting, tmp_path):
-    next(registry.run(counting, tmp_path))
-    with pytest.raises(ValueError, match=r"1 of 2 results are missing .*\(n2\).*`iternorm run counting`"):
-        registry.load(counting, tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("fig", "fig"), ("figa2", "figA2"), ("table1", "tableA1"), ("fig44", "fig4")]
+    ("wrong", "near"), [("fig", "fig"), ("figa2", "figA2"), ("tablea1", "tableA1"), ("fig44", "fig4")]
 )
 def test_unknown_ids_get_the_nearest(wrong, near):
     with pytest.raises(ValueError, match=rf"'{wrong}': did you mean .*{near}.*all are"):
@@ -126,37 +119,69 @@ class TestEveryExperiment:
         experiment = registry.get(name)
         assert experiment.title.endswith(".")
         assert experiment.cost
-        for word in ("Reproduces:", "Claim:", f"Command: iternorm run {name}", "The paper got:", "Departures:"):
-            assert word in experiment.module.__doc__
+        assert f"iternorm run {name}" in experiment.field("Command")
+        for field in registry.FIELDS:
+            assert experiment.field(field), field
 
     def test_jobs_have_their_own_files(self, name, tmp_path):
         experiment = registry.get(name)
-        configs = experiment.jobs() + experiment.jobs(smoke=True)
-        assert len({results.result_path(tmp_path, name, config) for config in configs}) == len(configs)
+        configs = experiment.jobs() + experiment.jobs(Plan(smoke=True))
+        assert len({results.result_path(tmp_path, experiment.home, config) for config in configs}) == len(configs)
 
     def test_smoke_run_and_plot(self, name, tmp_path):
         experiment = registry.get(name)
+        jobs = registry.select([experiment], Plan(smoke=True))
         steps = []
-        for outcome in registry.run(experiment, tmp_path, smoke=True, progress=lambda *values: steps.append(values)):
-            assert not outcome.skipped
+        for outcome in sweep.run(jobs, tmp_path, progress=lambda *values: steps.append(values)):
+            assert outcome.what == "ran", outcome.error
             assert outcome.result.rows
         # Every job reports its end.
-        finished = {job for job, done, total in steps if done == total}
-        assert finished == {config["job"] for config in experiment.jobs(smoke=True)}
-        loaded = registry.load(experiment, tmp_path, smoke=True)
-        figure = experiment.plot(loaded)
+        finished = {job for _, job, done, total, _ in steps if done == total}
+        assert finished == set(names(jobs))
+        state = registry.survey(experiment, tmp_path, smoke=True)
+        assert (len(state.finished), state.missing) == (len(jobs), ())
+        # Real results are elsewhere.
+        assert registry.survey(experiment, tmp_path).finished == ()
+        figure = experiment.plot(state.finished)
         figure.savefig(tmp_path / "figure.png", dpi=50)
         assert (tmp_path / "figure.png").stat().st_size > 2000
         assert all(axes.has_data() for axes in figure.axes)
+        # Any part of the results is enough to draw and to judge.
+        for part in (state.finished[:1], state.finished[-1:]):
+            experiment.plot(part).savefig(tmp_path / "part.png", dpi=50)
+            assert experiment.claims(part)
+            experiment.compare(part)
+
+    def test_without_results_nothing_is_claimed(self, name):
+        experiment = registry.get(name)
+        claims = experiment.claims([])
+        assert claims
+        assert [claim.holds for claim in claims] == [None] * len(claims)
+        assert all(number.ours == () for number in experiment.compare([]))
+
+    def test_committed_results_are_of_this_version(self, name):
+        state = registry.survey(registry.get(name), ROOT / "results")
+        assert state.unusable == ()
+
+
+@pytest.mark.parametrize("name", ["fig1", "fig2", "fig4", "fig5", "figA2", "tableA1"])
+def test_what_takes_minutes_is_committed_whole_and_judged(name):
+    experiment = registry.get(name)
+    state = registry.survey(experiment, ROOT / "results")
+    assert state.missing == ()
+    assert all(claim.holds is not None and claim.evidence for claim in experiment.claims(state.finished))
+
+
+def test_claims_follow_the_results():
+    experiment = registry.get("fig4")
+    finished = registry.survey(experiment, ROOT / "results").finished
+    assert all(claim.holds for claim in experiment.claims(finished))
+    spoiled = [replace(result, rows=[{**row, "snd": 1 / row["snd"]} for row in result.rows]) for result in finished]
+    assert [claim.holds for claim in experiment.claims(spoiled)] == [True, False, True, False]
 
 
 def rows_of(name, tmp_path):
-    experiment = registry.get(name)
-    list(registry.run(experiment, tmp_path, smoke=True))
-    return [
-        (result.config, {row["operation"]: row for row in result.rows})
-        for result in registry.load(experiment, tmp_path, smoke=True)
-    ]
+    return [(result.config, {row["operation"]: row for row in result.rows}) for result in swept(name, tmp_path)]
 
 
 def test_gaussian_figures_are_repeatable(tmp_path):
@@ -164,8 +189,7 @@ def test_gaussian_figures_are_repeatable(tmp_path):
 
 
 def test_fig1_shows_what_the_paper_says(tmp_path):
-    experiment = registry.get("fig1")
-    (result,) = [outcome.result for outcome in registry.run(experiment, tmp_path, smoke=True)]
+    (result,) = swept("fig1", tmp_path)
     panels = {row["panel"]: row for row in result.rows}
     covariance = panels["BN"]["covariance"]
     assert covariance[0][0] == pytest.approx(1, abs=1e-3)
@@ -181,15 +205,13 @@ def test_fig1_shows_what_the_paper_says(tmp_path):
 
 
 def test_fig2_spreads_less_with_the_larger_batch(tmp_path):
-    experiment = registry.get("fig2")
-    small, large = (outcome.result.rows[0] for outcome in registry.run(experiment, tmp_path, smoke=True))
+    small, large = (result.rows[0] for result in swept("fig2", tmp_path))
     assert (small["batch_size"], large["batch_size"]) == (16, 64)
     assert large["snd"] < small["snd"]
 
 
 def test_table_a1_has_the_papers_layers(tmp_path):
-    experiment = registry.get("tableA1")
-    (result,) = [outcome.result for outcome in registry.run(experiment, tmp_path, smoke=True)]
+    (result,) = swept("tableA1", tmp_path)
     paper = {row["name"]: row["paper_ms"] for row in result.rows if row["paper_ms"]}
     assert paper["conv3x3"] == 5.65
     assert paper["IterNorm T=5 d=64"] == 7.40

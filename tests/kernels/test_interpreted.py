@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from checks import assert_same_state, correlated, relative_error, state_of
-from iternorm import IterNorm1d, IterNorm2d, IterNorm3d, functional, reference
+from iternorm import DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, IterNorm3d, functional, reference
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -60,6 +60,42 @@ def test_output_and_gradients_equal_the_reference(shape, group_size, num_iters, 
     assert y.stride() == x.stride()
     assert x.grad is not None
     assert x.grad.stride() == x.stride()
+
+
+@pytest.mark.parametrize(("shape", "group_size", "last"), [((6, 20, 5, 5), 16, True), ((30, 7, 4, 4), 3, False)])
+def test_zca_by_the_iteration_equals_the_eigendecomposition(shape, group_size, last, poisoned_memory):
+    layers = [
+        DecorrelatedBatchNorm2d(shape[1], group_size=group_size, impl=impl).to(dtype)
+        for impl, dtype in (("triton", torch.float32), ("torch", torch.float64))
+    ]
+    # Deviations over three decades, so variances over six.
+    scales = torch.logspace(-2, 1, shape[1])[:, None, None]
+    x = correlated(*shape, dtype=torch.float32) * scales[torch.randperm(shape[1])]
+    x = channels_last(x) if last else x
+    outputs, gradients = [], []
+    grad = torch.randn(shape)
+    for layer in layers:
+        dtype = layer.weight.dtype
+        values = x.detach().to(dtype).requires_grad_()
+        y = layer(values)
+        y.backward(grad.to(dtype))
+        outputs.append(y)
+        gradients.append((values.grad, layer.weight.grad, layer.bias.grad))
+    # The covariance itself is rounded to 6e-8 of its largest entries, and the smallest variances feel it.
+    assert relative_error(*outputs) < 1e-3
+    for actual, expected in zip(*gradients, strict=True):
+        assert relative_error(actual, expected) < 3e-3
+    assert relative_error(layers[0].running_whitening, layers[1].running_whitening) < 1e-3
+
+
+def test_zca_is_twice_differentiable_as_the_torch_path():
+    x = correlated(6, 4, 3, 3, dtype=torch.float32).requires_grad_()
+    results = []
+    for impl in ("triton", "torch"):
+        layer = DecorrelatedBatchNorm2d(4, group_size=4, impl=impl)
+        (first,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(first.square().sum(), x)[0])
+    assert relative_error(*results) < 1e-3
 
 
 def test_many_steps_stay_accurate():
@@ -169,20 +205,22 @@ def test_two_runs_give_the_same_bits():
 def test_kernels_that_cannot_run_say_why():
     with pytest.raises(ValueError, match=r'impl="triton" cannot run: they take .* not torch.float64; use impl="auto"'):
         layer_for((4, 8, 2, 2), group_size=4, dtype=torch.float64)(torch.randn(4, 8, 2, 2, dtype=torch.float64))
-    with pytest.raises(ValueError, match="groups of up to 128 channels, not 129"):
+    with pytest.raises(ValueError, match="groups of up to 128 channels for 'newton', not 129"):
         layer_for((4, 129), group_size=None)(torch.randn(4, 129))
-    with pytest.raises(ValueError, match="not 'zca'"):
-        functional.decorrelated_batch_norm(torch.randn(4, 8, 2, 2), training=True, impl="triton")
+    with pytest.raises(ValueError, match="not 'pca'"):
+        functional.decorrelated_batch_norm(torch.randn(4, 8, 2, 2), training=True, solver="pca", impl="triton")
+    with pytest.raises(ValueError, match="groups of up to 64 channels for 'zca', not 65"):
+        functional.decorrelated_batch_norm(torch.randn(4, 65), training=True, group_size=65, impl="triton")
 
 
 def test_the_operators_keep_their_contracts():
     x, weight, bias = correlated(4, 12, 3, 3, dtype=torch.float32), torch.ones(12), torch.zeros(12)
-    torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 8, 3, 1e-5))
-    torch.library.opcheck(fused._fused_forward_op, (channels_last(x), None, None, 8, 0, 1e-5))
-    _, state = fused._fused_forward_op(x, weight, bias, 8, 3, 1e-5)
+    torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 8, 3, 1e-5, False))
+    torch.library.opcheck(fused._fused_forward_op, (channels_last(x), None, None, 8, 0, 1e-5, True))
+    _, state = fused._fused_forward_op(x, weight, bias, 8, 3, 1e-5, False)
     grad = torch.randn_like(x)
-    torch.library.opcheck(fused._fused_backward_op, (grad, x, weight, state, 8, 3, 1e-5, True))
-    torch.library.opcheck(fused._fused_backward_op, (grad, x, None, state, 8, 3, 1e-5, False))
+    torch.library.opcheck(fused._fused_backward_op, (grad, x, weight, state, 8, 3, 1e-5, False, True))
+    torch.library.opcheck(fused._fused_backward_op, (grad, x, None, state, 8, 3, 1e-5, True, False))
 
 
 def test_a_plan_is_made_once_and_depends_on_all_it_must():

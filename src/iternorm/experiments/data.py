@@ -78,12 +78,15 @@ def load(name: str, split: Split = "train", folder: Folder = None) -> ImageSet:
         images, labels = getattr(digits, f"{split}_images"), getattr(digits, f"{split}_labels")
         return ImageSet(images.view(-1, 1, 8, 8), labels)
     root = data_folder(folder)
-    if missing := [file for file in _files(name, split) if not (root / PLACES[name] / file).exists()]:
+    place = root / PLACES[name]
+    if not all((place / file).exists() for file in _files(name, split)):
         from .download import download
 
         check_folder(root, name, folder)
-        download(name, missing, root / PLACES[name])
-    return _mnist(root / PLACES[name], split) if name == "mnist" else _cifar10(root / PLACES[name], split)
+        # Both splits at once: CIFAR-10's are one archive.
+        files = _files(name, "train") + _files(name, "test")
+        download(name, [file for file in files if not (place / file).exists()], place)
+    return _mnist(place, split) if name == "mnist" else _cifar10(place, split)
 
 
 def available(name: str, folder: Folder = None) -> bool:
@@ -151,7 +154,7 @@ def _mnist(place: Path, split: Split) -> ImageSet:
 
 
 def _unzipped(path: Path) -> bytes:
-    return gzip.decompress(checked(path, "md5", MNIST_MD5[path.name]))
+    return gzip.decompress(_checked(path, "md5", MNIST_MD5[path.name]))
 
 
 def parse_idx(content: bytes) -> Tensor:
@@ -169,7 +172,7 @@ def parse_idx(content: bytes) -> Tensor:
 
 
 def _cifar10(place: Path, split: Split) -> ImageSet:
-    contents = [checked(place / file, "sha256", CIFAR10_SHA256[file]) for file in _files("cifar10", split)]
+    contents = [_checked(place / file, "sha256", CIFAR10_SHA256[file]) for file in _files("cifar10", split)]
     return parse_cifar10(b"".join(contents))
 
 
@@ -181,12 +184,7 @@ def parse_cifar10(content: bytes) -> ImageSet:
     return ImageSet(records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long())
 
 
-def checked(path: Path, kind: str, expected: str) -> bytes:
-    """The content of a published file.
-
-    Raises:
-        ValueError: Its digest is not the expected one.
-    """
+def _checked(path: Path, kind: str, expected: str) -> bytes:
     content = path.read_bytes()
     found = hashlib.new(kind, content, usedforsecurity=False).hexdigest()
     if found != expected:

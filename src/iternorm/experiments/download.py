@@ -1,6 +1,7 @@
 """Published files, downloaded into their place whole and checked, or not at all."""
 
 import errno
+import hashlib
 import os
 import tarfile
 import tempfile
@@ -45,13 +46,14 @@ def download(name: str, files: Iterable[str], place: Path) -> None:
                 _unpack(path, files, Path(folder))
                 for file in files:
                     os.replace(Path(folder) / file, place / file)
+    except ConnectionError:
+        raise
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+        why = "its disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
         raise OSError(
-            errno.ENOSPC,
-            f"the disk of {place} is full, and {', '.join(files)} could not be written: "
-            "make room, or set ITERNORM_DATA to a folder on another disk",
+            error.errno,
+            f"{', '.join(files)} could not be written to {place}: {why}. Nothing is left behind: make room or change "
+            "permissions there, or set ITERNORM_DATA to a folder on another disk",
         ) from error
 
 
@@ -99,9 +101,11 @@ def _unpack(archive: Path, files: list[str], folder: Path) -> None:
     with tarfile.open(archive) as opened:
         for member in opened:
             if member.isfile() and (file := wanted.pop(member.name, None)) is not None:
-                content = opened.extractfile(member)
-                assert content is not None
-                (folder / file).write_bytes(content.read())
-                data.checked(folder / file, "sha256", data.CIFAR10_SHA256[file])
+                stream = opened.extractfile(member)
+                assert stream is not None
+                content = stream.read()
+                if hashlib.sha256(content).hexdigest() != data.CIFAR10_SHA256[file]:
+                    raise ValueError(f"{archive.name} holds another {file} than the published one")
+                (folder / file).write_bytes(content)
     if wanted:
         raise ValueError(f"{archive.name} holds no {', '.join(wanted)}")

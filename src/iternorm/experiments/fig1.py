@@ -10,6 +10,7 @@ The paper got: a drawing without numbers. Ours prints each panel's variances alo
 Departures: the paper does not give its data; ours is Gaussian with eigenvalues 4 and 0.25, turned by 30 degrees.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ import torch
 
 from iternorm.analysis import Whitening, covariance
 
+from .findings import Claim
 from .registry import Context, Plan
 from .results import Config, Result, Row
 
@@ -77,7 +79,8 @@ def plot(results: Sequence[Result]) -> "Figure":
     circle = 2 * np.stack([np.cos(turns), np.sin(turns)])
     for axes, row in zip(figure.subplots(2, 4, sharex=True, sharey=True).flat, result.rows, strict=True):
         x, y = np.array(row["points"]).T
-        axes.scatter(x, y, s=2, color="#5b6675", alpha=0.6, linewidths=0)
+        # As pixels: thousands of points would be most of a page of vector graphics.
+        axes.scatter(x, y, s=2, color="#5b6675", alpha=0.6, linewidths=0, rasterized=True)
         values, vectors = np.linalg.eigh(np.array(row["covariance"]))
         axes.plot(*(vectors * np.sqrt(values)) @ circle, color="#d55e00", linewidth=1.5)
         for direction, variance in zip(row["directions"], row["variance_along_eigenvectors"], strict=True):
@@ -91,3 +94,39 @@ def plot(results: Sequence[Result]) -> "Figure":
         axes.grid(alpha=0.2)
     figure.suptitle("Variance along the two eigenvectors (blue), and two deviations (orange)", fontsize=10)
     return figure
+
+
+def claims(results: Sequence[Result]) -> list[Claim]:
+    """What each panel is said to show."""
+    texts = (
+        "BN stretches along the axes to unit variance and leaves the correlation.",
+        "DBN stretches along the eigenvectors until the covariance is the identity.",
+        "IterNorm stretches along the eigenvectors step by step, the larger eigenvalue first.",
+    )
+    if not results:
+        return [Claim(text, None, "") for text in texts]
+    panels = {row["panel"]: row for row in results[0].rows}
+    (first, mixed), (_, second) = panels["BN"]["covariance"]
+    standardized = abs(first - 1) < 1e-3 and abs(second - 1) < 1e-3 and abs(mixed) > 0.1
+    dbn = panels["DBN"]["covariance"]
+    farthest = max(abs(dbn[i][j] - (i == j)) for i in range(2) for j in range(2))
+    steps = {name: row["variance_along_eigenvectors"] for name, row in panels.items() if name.startswith("IterNorm")}
+    # A variance that has arrived stays where it is, up to the digits that are kept.
+    nearer = all(
+        abs(1 - after[i]) <= abs(1 - before[i]) + 1e-5
+        for before, after in itertools.pairwise(steps.values())
+        for i in range(2)
+    )
+    first_larger = all(abs(1 - large) < abs(1 - small) for large, small in steps.values())
+    return [
+        Claim(texts[0], standardized, f"variances {first:.3f} and {second:.3f}, correlation {mixed:.3f}"),
+        Claim(
+            texts[1], farthest < 1e-3, f"no entry of the covariance is farther than {farthest:.0e} from it"
+        ),
+        Claim(
+            texts[2],
+            nearer and first_larger,
+            "variance along the two eigenvectors: "
+            + "; ".join(f"{name.split()[1]} {large:.2f}, {small:.2f}" for name, (large, small) in steps.items()),
+        ),
+    ]

@@ -15,6 +15,7 @@ import torch
 
 from iternorm.analysis import batch_norm, snd
 
+from .findings import Claim, Comparison
 from .registry import Context, Plan
 from .results import Config, Result, Row
 
@@ -61,8 +62,10 @@ def plot(results: Sequence[Result]) -> "Figure":
 
     figure = Figure(figsize=(8.4, 4.2), layout="constrained")
     rows = [row for result in results for row in result.rows]
-    for axes, row in zip(figure.subplots(1, len(rows), sharex=True, sharey=True), rows, strict=True):
-        axes.scatter(*zip(*row["examples"], strict=True), s=1.5, color="black", linewidths=0, label="examples")
+    for axes, row in zip(figure.subplots(1, len(rows), sharex=True, sharey=True, squeeze=False)[0], rows, strict=True):
+        # As pixels: thousands of points would be most of a page of vector graphics.
+        black = {"s": 1.5, "color": "black", "linewidths": 0, "label": "examples", "rasterized": True}
+        axes.scatter(*zip(*row["examples"], strict=True), **black)
         axes.scatter(
             *zip(*row["outputs"], strict=True), s=28, marker="+", color="#0072b2", linewidths=1, label="outputs"
         )
@@ -73,3 +76,22 @@ def plot(results: Sequence[Result]) -> "Figure":
         axes.set_ylim(-3.6, 3.6)
     figure.axes[0].legend(loc="lower left", fontsize=8)
     return figure
+
+
+def compare(results: Sequence[Result]) -> list[Comparison]:
+    """The SND of both panels; the paper prints none."""
+    found = {row["batch_size"]: row for result in results for row in result.rows}
+    return [
+        Comparison(f"SND of the sample, batch size {size}", "", (found[size]["snd"],) if size in found else (), unit="")
+        for size in (16, 64)
+    ]
+
+
+def claims(results: Sequence[Result]) -> list[Claim]:
+    """The larger batch has less SND."""
+    text = "With a large batch the outputs of a sample are close together and its SND is small."
+    found = {row["batch_size"]: row for result in results for row in result.rows}
+    if len(found) < 2:
+        return [Claim(text, None, "")]
+    shown = [f"{found[size]['snd']:.3f} ± {found[size]['snd_standard_error']:.3f} for {size}" for size in (16, 64)]
+    return [Claim(text, found[64]["snd"] < found[16]["snd"], f"SND by batch size: {', '.join(shown)} (standard error)")]

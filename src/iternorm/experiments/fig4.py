@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import gaussian
+from .findings import Claim, Comparison
 from .registry import Context, Plan
 from .results import Config, Result, Row
 
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OPERATIONS = ("BN", "DBN", "IterNorm T=5")
+DIMENSIONS = tuple(2**power for power in range(1, 10))
 
 
 def jobs(plan: Plan) -> list[Config]:
     """One job for each dimension."""
-    dimensions = [2**power for power in ((1, 3, 5) if plan.smoke else range(1, 10))]
+    dimensions = (2, 8, 32) if plan.smoke else DIMENSIONS
     batch_size = 128 if plan.smoke else 1024
     return [gaussian.configuration(f"d{d}", OPERATIONS, d, batch_size, plan.smoke) for d in dimensions]
 
@@ -46,3 +48,49 @@ def plot(results: Sequence[Result]) -> "Figure":
     right.set(xlabel="dimension", ylabel="SND", title=f"(b) SND, batch size {results[0].config['batch_size']}")
     left.legend(fontsize=8)
     return figure
+
+
+def compare(results: Sequence[Result]) -> list[Comparison]:
+    """The right end of the curves; the paper prints no number."""
+    found = gaussian.compare_at(results, OPERATIONS, "condition number", "condition_number", "d=512", dimension=512)
+    return found + gaussian.compare_at(results, OPERATIONS, "SND", "snd", "d=512", dimension=512)
+
+
+def claims(results: Sequence[Result]) -> list[Claim]:
+    """What the paper says of conditioning and of SND."""
+    texts = (
+        "DBN has the best conditioning, with a condition number of exactly 1.",
+        "DBN significantly enlarges SND, especially in a high-dimensional space.",
+        "IterNorm has consistently improved conditioning over different dimensions compared to BN.",
+        "IterNorm has a reduced SND in a high-dimensional space.",
+    )
+    if not set(DIMENSIONS) <= {result.config["dimension"] for result in results}:
+        return [Claim(text, None, "") for text in texts]
+    condition = gaussian.curves(results, "dimension", "condition_number")
+    noise = gaussian.curves(results, "dimension", "snd")
+    bn, dbn, ours = (noise[name] for name in OPERATIONS)
+    peak = max(ours, key=lambda d: ours[d])
+    return [
+        # eps and rounding keep it from 1 in the last digits.
+        Claim(
+            texts[0],
+            max(condition["DBN"].values()) < 1 + 1e-3,
+            f"at most {max(condition['DBN'].values()):.5f} over all dimensions",
+        ),
+        Claim(
+            texts[1],
+            all(dbn[d] > bn[d] for d in DIMENSIONS) and dbn[512] / bn[512] > dbn[2] / bn[2],
+            "SND of DBN / of BN: " + gaussian.listed({d: dbn[d] / bn[d] for d in DIMENSIONS}),
+        ),
+        Claim(
+            texts[2],
+            all(condition["IterNorm T=5"][d] < condition["BN"][d] for d in DIMENSIONS),
+            "condition number of IterNorm / of BN: "
+            + gaussian.listed({d: condition["IterNorm T=5"][d] / condition["BN"][d] for d in DIMENSIONS}),
+        ),
+        Claim(
+            texts[3],
+            ours[512] < ours[peak] and ours[512] < bn[512],
+            f"SND of IterNorm: {gaussian.listed(ours)}; of BN {bn[512]:.3g} at 512",
+        ),
+    ]

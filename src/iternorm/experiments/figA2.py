@@ -8,17 +8,20 @@ The paper got: curves without numbers.
 Departures: those of Figure 4.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import fig4, gaussian
+from .findings import Claim, Comparison
 from .registry import Context, Plan
 from .results import Config, Result, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OPERATIONS = ("BN", *(f"IterNorm T={steps}" for steps in (1, 3, 5, 7, 9)), "DBN")
+STEPS = tuple(f"IterNorm T={steps}" for steps in (1, 3, 5, 7, 9))
+OPERATIONS = ("BN", *STEPS, "DBN")
 
 
 def jobs(plan: Plan) -> list[Config]:
@@ -34,3 +37,33 @@ def run(config: Config, context: Context) -> list[Row]:
 def plot(results: Sequence[Result]) -> "Figure":
     """Condition number, and SND, over the dimension."""
     return fig4.plot(results)
+
+
+def compare(results: Sequence[Result]) -> list[Comparison]:
+    """The middle of the curves; the paper prints no number."""
+    found = gaussian.compare_at(results, OPERATIONS, "condition number", "condition_number", "d=128", dimension=128)
+    return found + gaussian.compare_at(results, OPERATIONS, "SND", "snd", "d=128", dimension=128)
+
+
+def claims(results: Sequence[Result]) -> list[Claim]:
+    """What T does."""
+    texts = (
+        "IterNorm has better conditioning with increasing iteration number T.",
+        "IterNorm has increasing SND with increasing iteration number T.",
+    )
+    if not set(fig4.DIMENSIONS) <= {result.config["dimension"] for result in results}:
+        return [Claim(text, None, "") for text in texts]
+    found = []
+    for text, key, sign in zip(texts, ("condition_number", "snd"), (-1, 1), strict=True):
+        curves = gaussian.curves(results, "dimension", key)
+        # Steps past convergence change nothing: equal within a thousandth is no step back.
+        steps_back = [
+            f"{later} in {d} dimensions"
+            for earlier, later in itertools.pairwise(STEPS)
+            for d in fig4.DIMENSIONS
+            if sign * (curves[later][d] - curves[earlier][d]) < -1e-3 * curves[earlier][d]
+        ]
+        shown = ", ".join(f"{name.split()[1]} {curves[name][128]:.3g}" for name in STEPS)
+        evidence = f"in 128 dimensions: {shown}; steps back: {', '.join(steps_back) or 'none, in any dimension'}"
+        found.append(Claim(text, not steps_back, evidence))
+    return found

@@ -12,6 +12,7 @@ import torch
 from iternorm.analysis import Whitening, condition_number, covariance, snd
 from iternorm.threads import num_threads
 
+from .findings import Comparison
 from .registry import Context
 from .results import Config, Result, Row
 
@@ -99,3 +100,41 @@ def draw(axes: "Axes", results: Sequence[Result], x: str, y: str, *, y_log: bool
     if y_log:
         axes.set_yscale("log")
     axes.grid(alpha=0.25)
+
+
+def curves(results: Sequence[Result], x: str, y: str) -> dict[str, dict[int, float]]:
+    """Values of `y` by operation and by the configuration's `x`, in order; those that are not finite are left out."""
+    found: dict[str, dict[int, float]] = {}
+    for result in sorted(results, key=lambda result: result.config[x]):
+        for row in result.rows:
+            if row[y] is not None:
+                found.setdefault(row["operation"], {})[result.config[x]] = row[y]
+    return found
+
+
+def listed(curve: dict[int, float], digits: int = 3) -> str:
+    """A curve in words.
+
+    Example:
+        >>> listed({2: 1.0, 512: 32.408})
+        '1 at 2, 32.4 at 512'
+    """
+    return ", ".join(f"{value:.{digits}g} at {x}" for x, value in curve.items())
+
+
+def compare_at(
+    results: Sequence[Result], operations: Sequence[str], what: str, key: str, where: str, **config: int
+) -> list[Comparison]:
+    """A row for each operation: what was measured at the configuration with these values."""
+    chosen = [result for result in results if all(result.config[name] == value for name, value in config.items())]
+    rows = {row["operation"]: row for result in chosen for row in result.rows if row[key] is not None}
+    return [
+        Comparison(
+            f"{what} of {name}, {where}",
+            "",
+            (rows[name][key],) if name in rows else (),
+            unit="",
+            note=f"standard error {rows[name][f'{key}_standard_error']:.1g}" if name in rows else "",
+        )
+        for name in operations
+    ]

@@ -4,6 +4,7 @@ An image is the pattern of its class, in some strength and at some place, under 
 The values are a function of the name and the split alone.
 """
 
+import functools
 import random
 from pathlib import Path
 
@@ -24,6 +25,7 @@ FOLDER_CLASSES = 12
 FOLDER_IMAGES = {"train": 8, "val": 4}
 
 
+@functools.cache
 def look_alike(name: str, split: str) -> tuple[Tensor, Tensor]:
     """Images ``[N, C, H, W]`` as bytes, and labels ``[N]``, in the shapes of ``mnist`` or ``cifar10``."""
     channels, height, width = SHAPES[name]

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import data
-
-_IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff"})
+from . import data, pictures
 
 
 def build_model(factory: str) -> nn.Module:
@@ -188,9 +186,9 @@ def _choose(names: list[str]) -> str:
 
 
 def _from_folder(folder: Path, image_size: int | None) -> tuple[int, Callable[[Tensor], Tensor]]:
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _IMAGES)
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in pictures.SUFFIXES)
     if not files:
-        raise ValueError(f"{folder} holds no images ({', '.join(sorted(_IMAGES))})")
+        raise ValueError(f"{folder} holds no images ({', '.join(sorted(pictures.SUFFIXES))})")
 
     def fetch(indices: Tensor) -> Tensor:
         chosen = [files[index] for index in indices.tolist()]
@@ -205,16 +203,7 @@ def _from_folder(folder: Path, image_size: int | None) -> tuple[int, Callable[[T
 
 
 def _read_image(path: Path, image_size: int | None) -> Tensor:
-    from PIL import Image
-
-    with Image.open(path) as opened:
-        image = opened.convert("RGB")
+    picture = pictures.read_rgb(path)
     if image_size is not None:
-        scale = image_size / min(image.size)
-        image = image.resize(
-            (max(image_size, round(image.width * scale)), max(image_size, round(image.height * scale)))
-        )
-        left, top = (image.width - image_size) // 2, (image.height - image_size) // 2
-        image = image.crop((left, top, left + image_size, top + image_size))
-    values = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return values.view(image.height, image.width, 3).permute(2, 0, 1).float() / 255
+        picture = pictures.centre(picture, image_size, image_size)
+    return pictures.pixels(picture).permute(2, 0, 1).float() / 255

@@ -1,7 +1,7 @@
 """Claims: at most one process works on a job, on one machine or on several that share the results folder.
 
-A claim is an exclusive `flock` on a file. The kernel gives it up when its holder ends, however it ends, so a dead process
-keeps nothing; what a process wrote into the file does not count.
+A claim is an exclusive `flock` on a file. The kernel gives it up when its holder ends, however it ends, so a dead
+process keeps nothing; that the file exists means nothing.
 """
 
 import os

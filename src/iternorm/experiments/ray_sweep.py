@@ -1,8 +1,8 @@
 """The same jobs on a Ray cluster, or on a Ray of this machine's own.
 
-The driver claims every job it hands out and is the only one that writes results, so workers may be on other machines: they
-need the package and the data (`ITERNORM_DATA` is passed on), not the results folder. Where they see that folder their
-checkpoints go there, and a sweep that was stopped resumes from them.
+The driver claims every job it hands out and is the only one that writes results, so workers may be on other machines:
+they need the package and the data (`ITERNORM_DATA` is passed on), not the results folder. Where they see that folder
+their checkpoints go there, and a sweep that was stopped resumes from them.
 """
 
 import importlib
@@ -21,7 +21,6 @@ from .sweep import Job, Options, Outcome, Progress, Taken
 
 # A worker tells how far it is this often, and the driver looks as often.
 _PERIOD_SECONDS = 0.5
-_PASSED_ON = ("ITERNORM_DATA", "ITERNORM_TRACEBACK")
 
 
 class _Board:
@@ -71,10 +70,8 @@ def run(
         raise ValueError("Ray and torchrun each start the processes: use one of them")
     started = not ray.is_initialized()
     if started:
-        variables = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         ray.init(
             address=address if address is not None else "local",
-            runtime_env={"env_vars": variables},
             include_dashboard=None if address is not None else False,
             log_to_driver=False,
             logging_level="error",
@@ -91,6 +88,7 @@ def _run(
 ) -> Iterator[Outcome]:
     board = ray.remote(num_cpus=0)(_Board).remote()
     work = ray.remote(num_cpus=1, num_gpus=gpus_per_job if options.device == "cuda" else 0)(_work)
+    data = os.environ.get("ITERNORM_DATA")
     pending: dict[Any, tuple[Experiment, Config, Taken]] = {}
     try:
         for experiment, config in jobs:
@@ -99,7 +97,8 @@ def _run(
                 yield taken
                 continue
             module = (experiment.id, experiment.module.__name__)
-            pending[work.remote(module, dict(config), str(root.absolute()), options, board)] = (experiment, config, taken)
+            reference = work.remote(module, dict(config), str(root.absolute()), options, data, board)
+            pending[reference] = (experiment, config, taken)
         while pending:
             ended, _ = ray.wait(list(pending), timeout=_PERIOD_SECONDS)
             for step in ray.get(board.take.remote()):
@@ -117,9 +116,7 @@ def _run(
             taken.claim.release()
 
 
-def _collect(
-    ray: Any, reference: Any, experiment: Experiment, config: Config, root: Path, taken: Taken
-) -> Outcome:
+def _collect(ray: Any, reference: Any, experiment: Experiment, config: Config, root: Path, taken: Taken) -> Outcome:
     path = results.result_path(root, experiment.home, config)
     try:
         rows, seconds, provenance = ray.get(reference)
@@ -133,8 +130,12 @@ def _collect(
     return Outcome(experiment, config, path, "ran", result, taken.set_aside)
 
 
-def _work(module: tuple[str, str], config: Config, root: str, options: Options, board: Any) -> tuple:
+def _work(
+    module: tuple[str, str], config: Config, root: str, options: Options, data: str | None, board: Any
+) -> tuple[list, float, Any]:
     """One job, on a worker."""
+    if data is not None:
+        os.environ["ITERNORM_DATA"] = data
     experiment = Experiment(module[0], importlib.import_module(module[1]))
     folder = Path(root)
     own = not folder.is_dir()

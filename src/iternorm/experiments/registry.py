@@ -30,7 +30,10 @@ from .results import Config, Result
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-EXPERIMENTS = ("fig1", "fig2", "fig4", "fig5", "figA2", "tableA1")
+EXPERIMENTS = (
+    *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "fig8"),
+    *("table1", "table2", "table3", "figA1", "figA2", "tableA1"),
+)
 
 # The parts of an experiment's docstring, each from its name to the next one's.
 FIELDS = ("Reproduces", "Claim", "Command", "Cost", "The paper got", "Departures")
@@ -66,8 +69,8 @@ class Context:
 
     Attributes:
         device: Where to compute.
-        step: Called as ``step(done, total, **values)``; the values are shown beside the progress bar: ``loss``, ``error``
-            in percent, ``rate`` in images per second.
+        step: Called as ``step(done, total, **values)``; the values are shown beside the progress bar: ``loss``,
+            ``error`` in percent, ``rate`` in images per second.
         folder: The job's own folder, for checkpoints. It survives a kill and is removed once the result is saved.
         tensorboard: Where to write event files; None: write none.
         compile: Whether to compile the model.
@@ -262,7 +265,9 @@ def draw(experiment: Experiment, root: Path, *, smoke: bool = False, out: Path |
     if not state.finished:
         command = f"iternorm run {experiment.id}" + (" --smoke" if smoke else "")
         broken = f" ({'; '.join(state.unusable)})" if state.unusable else ""
-        raise ValueError(f"{experiment.id}: none of {state.total} results is in {root}{broken}: make them with `{command}`")
+        raise ValueError(
+            f"{experiment.id}: none of {state.total} results is in {root}{broken}: make them with `{command}`"
+        )
     name = experiment.id + ("-smoke" if smoke else "")
     path = out if out is not None else root / experiment.id / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from . import data, generated
+from .image_folder import FolderSource
+from .order import check_share, epoch_order, iterations_per_epoch, num_examples, share_of, shares
 from .recipe import Recipe
 from .seeds import mixed
 
@@ -86,13 +88,8 @@ def open_source(
     """
     if recipe.data not in NAMES:
         raise ValueError(f"data={recipe.data!r} of a recipe: known are {', '.join(NAMES)}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank}, but a number from 0 and below world_size={world_size} is needed")
-    if recipe.batch_size % world_size:
-        raise ValueError(
-            f"batch_size={recipe.batch_size} of a recipe cannot be shared by {world_size} processes: "
-            f"a multiple of {world_size} is needed"
-        )
+    if recipe.data.endswith("imagenet"):
+        return FolderSource(recipe, torch.device(device), rank, world_size, folder, num_workers)
     return TensorSource(recipe, torch.device(device), rank, world_size, folder)
 
 
@@ -103,34 +100,35 @@ class TensorSource:
         self,
         recipe: Recipe,
         device: torch.device,
-        rank: int,
-        world_size: int,
+        rank: int = 0,
+        world_size: int = 1,
         folder: data.Folder = None,
     ) -> None:
+        check_share(recipe, rank, world_size)
         name = recipe.data.removeprefix(GENERATED)
-        train, test = (_load(recipe.data, split, folder) for split in ("train", "test"))
-        train = first_examples(*train, recipe.train_examples, "train_examples", recipe.data)
-        test = first_examples(*test, recipe.test_examples, "test_examples", recipe.data)
-        channels, height, width = train[0].shape[1:]
+        train, train_labels = _load(recipe.data, "train", folder)
+        test, test_labels = _load(recipe.data, "test", folder)
+        channels, height, width = train.shape[1:]
         if recipe.image_size not in (None, height):
             raise ValueError(
                 f"image_size={recipe.image_size} of a recipe: images of {recipe.data} are of size {height}"
             )
         self.num_classes = 10
         self.in_shape = channels, height, width
-        self.num_train, self.num_test = len(train[0]), len(test[0])
-        self.iterations_per_epoch = iterations(recipe, self.num_train)
+        self.num_train = num_examples(recipe.train_examples, len(train), "train_examples", recipe.data)
+        self.num_test = num_examples(recipe.test_examples, len(test), "test_examples", recipe.data)
+        self.iterations_per_epoch = iterations_per_epoch(recipe, self.num_train)
         self._recipe, self._device = recipe, device
         self._rank, self._world_size = rank, world_size
         self._format = torch.channels_last if recipe.channels_last else torch.contiguous_format
         mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1) for values in _STATISTICS[name])
         self._scale, self._shift = 1 / std, -mean / std
-        self._images = train[0].to(device)
+        self._images = train[: self.num_train].to(device)
         if recipe.augment:
             self._images = reflection_padded(self._images, _PADDING)
-        self._labels = train[1].to(device)
+        self._labels = train_labels[: self.num_train].to(device)
         share = share_of(self.num_test, rank, world_size)
-        self._test = test[0][share].to(device, memory_format=self._format), test[1][share].to(device)
+        self._test = test[share].to(device, memory_format=self._format), test_labels[share].to(device)
         self._whole: Tensor | None = None
 
     def train_batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -163,9 +161,7 @@ class TensorSource:
     def _epoch(self, epoch: int) -> tuple[Tensor, Tensor]:
         """The bytes and labels of this process's shares, in the order of the epoch."""
         choices = epoch_choices(self._recipe, self.num_train, epoch)
-        # [4, iterations, processes, share]: each batch is cut into as many parts as there are processes.
-        choices = choices.view(len(choices), self.iterations_per_epoch, self._world_size, -1)
-        choices = choices[:, :, self._rank].flatten(1)
+        choices = shares(choices, self._recipe, self._rank, self._world_size).flatten(1)
         if self._device.type == "cuda":
             choices = choices.pin_memory()
         index, top, left, flip = choices.to(self._device, non_blocking=True)
@@ -182,38 +178,10 @@ def _load(name: str, split: data.Split, folder: data.Folder) -> tuple[Tensor, Te
     return data.load(name, split, folder)
 
 
-def first_examples(
-    images: Tensor, labels: Tensor, count: int | None, argument: str, name: str
-) -> tuple[Tensor, Tensor]:
-    """The first `count` examples, or all."""
-    if count is not None and count > len(images):
-        raise ValueError(f"{argument}={count} of a recipe: {name} has {len(images)}")
-    return images[:count], labels[:count]
-
-
-def iterations(recipe: Recipe, num_train: int) -> int:
-    """Whole batches in the training set."""
-    if recipe.batch_size > num_train:
-        raise ValueError(f"batch_size={recipe.batch_size} of a recipe: there are {num_train} training examples")
-    return num_train // recipe.batch_size
-
-
-def share_of(count: int, rank: int, world_size: int) -> slice:
-    """Which of `count` examples are a process's, as evenly as can be."""
-    return slice(count * rank // world_size, count * (rank + 1) // world_size)
-
-
-def epoch_order(recipe: Recipe, num_train: int, epoch: int, generator: torch.Generator) -> Tensor:
-    """Examples of an epoch in their order, whole batches only. A batch of all examples is not shuffled."""
-    if recipe.batch_size == num_train:
-        return torch.arange(num_train)
-    return torch.randperm(num_train, generator=generator)[: num_train // recipe.batch_size * recipe.batch_size]
-
-
 def epoch_choices(recipe: Recipe, num_train: int, epoch: int) -> Tensor:
     """What an epoch draws at random, ``[4, N]``: example, top and left of its crop, and whether it is flipped."""
     generator = torch.Generator().manual_seed(mixed(recipe.seed, epoch))
-    order = epoch_order(recipe, num_train, epoch, generator)
+    order = epoch_order(recipe, num_train, generator)
     offsets = torch.randint(0, 2 * _PADDING + 1, (2, len(order)), generator=generator)
     flip = torch.randint(0, 2, (1, len(order)), generator=generator)
     return torch.cat([order[None], offsets, flip])

@@ -14,7 +14,7 @@ from iternorm import running as statistics
 from iternorm.kernels.plan import Plan, plan_for
 from iternorm.kernels.shapes import State, dense, state_of, unsupported, views
 
-__all__ = ["backward", "dense", "forward", "infer", "state_of", "unsupported", "views"]
+__all__ = ["backward", "dense", "forward", "infer", "plan_for", "state_of", "unsupported", "views"]
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -32,18 +32,20 @@ def _parts_of(state: Tensor, at: State, quick: bool) -> tuple:
     return tuple(slices)
 
 
-def forward(x, weight, bias, group_size, num_iters, eps, running=None, zeroed=False) -> tuple[Tensor, Tensor]:
+def forward(
+    x, weight, bias, group_size, num_iters, eps, running=None, exact=False, zeroed=False
+) -> tuple[Tensor, Tensor, Plan]:
     """Whiten a batch, and update `running` (an `iternorm.ops.Running`, or None).
 
     `zeroed` clears the state first: its parts have gaps between them, and an operator's outputs must not be arbitrary.
 
     Returns:
-        y, and the state that `backward` needs (`views` shows what is in it).
+        y, the state that `backward` needs (`views` shows what is in it), and the plan, which spares it a search.
     """
-    plan = plan_for(x, weight, bias, group_size, num_iters, running)
+    plan = plan_for(x, weight, bias, group_size, num_iters, running, exact)
     if plan.copied:
         x = dense(x)
-        plan = plan_for(x, weight, bias, group_size, num_iters, running)
+        plan = plan_for(x, weight, bias, group_size, num_iters, running, exact)
     at, launch = plan.at, plan.launch
     mean: Any
     mean, matrix, num_batches, momentum, _ = running or (None, None, None, None, None)
@@ -66,15 +68,14 @@ def forward(x, weight, bias, group_size, num_iters, eps, running=None, zeroed=Fa
     affine = (None if weight is None else ptr(weight), None if bias is None else ptr(bias))
     counting = (counter, finite) if plan.counts else (None, None)
     launch("apply")(stream, (source, ptr(y), whitening, batch_mean, *affine, *counting))
-    return y, state
+    return y, state, plan
 
 
-def backward(grad, x, weight, state, group_size, num_iters, eps, needs_input):
+def backward(grad, x, weight, state, plan: Plan, eps, needs_input):
     """Gradients for x (None unless `needs_input`), weight (None without one) and bias."""
     x = dense(x)
     if grad.stride() != x.stride():
         grad = torch.empty_like(x).copy_(grad)
-    plan = plan_for(x, weight, None, group_size, num_iters, None)
     shape, launch = plan.shape, plan.launch
     stream = plan.stream(x, grad, weight)
     quick = stream is not None

@@ -35,6 +35,7 @@ class Key(NamedTuple):
     group_size: int
     num_iters: int
     split: int
+    exact: bool  # the iteration's products in fp32's accuracy, whatever the user allows
     weight: torch.dtype | None
     bias: torch.dtype | None
     running: tuple | None  # dtypes of mean and matrix, whether batches are counted, cumulative, covariance
@@ -44,7 +45,15 @@ _plans: dict[Key, "Plan"] = {}
 _workspaces: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def plan_for(x: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, num_iters: int, running) -> "Plan":
+def plan_for(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    num_iters: int,
+    running,
+    exact: bool = False,
+) -> "Plan":
     key = Key(
         x.shape,
         x.stride(),
@@ -53,6 +62,7 @@ def plan_for(x: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: 
         group_size,
         num_iters,
         parts(x.dtype),
+        exact,
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
         None
@@ -163,7 +173,7 @@ class Plan:
                 "CUMULATIVE": cumulative,
                 "RUNNING_COVARIANCE": is_covariance,
                 "SAVE": slots > 0,
-                "PRECISION": precision(self.key.split),
+                "PRECISION": self.precision,
             },
             NEWTON_WARPS,
             self.key.device,
@@ -184,7 +194,7 @@ class Plan:
                 "BD": shape.padded,
                 "SLOTS": slots_of(self.key.num_iters),
                 "AFFINE": weight is not None,
-                "PRECISION": precision(self.key.split),
+                "PRECISION": self.precision,
             },
             NEWTON_WARPS,
             self.key.device,
@@ -211,6 +221,11 @@ class Plan:
             {"WEIGHT": weight is not None},
             False,
         )
+
+    @property
+    def precision(self) -> str:
+        """Of the iteration's products; the interpreter knows one."""
+        return precision(3 if self.key.exact and self.key.split else self.key.split)
 
     @property
     def counts(self) -> bool:

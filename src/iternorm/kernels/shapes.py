@@ -39,12 +39,13 @@ class Tiles(NamedTuple):
     per_sm: int  # programs for each multiprocessor
 
 
-def unsupported(x: Tensor, group_size: int) -> str | None:
+def unsupported(x: Tensor, group_size: int, solver: str = "newton") -> str | None:
     """Why the kernels cannot run on `x`, or None."""
     if x.dtype not in DTYPES:
         return f"they take float16, bfloat16 and float32, not {x.dtype}"
-    if groups.effective_size(x.shape[1], group_size) > LARGEST_GROUP:
-        return f"they take groups of up to {LARGEST_GROUP} channels, not {group_size}"
+    largest = LARGEST_GROUP if solver == "newton" else LARGEST_NEWTON
+    if groups.effective_size(x.shape[1], group_size) > largest:
+        return f"they take groups of up to {largest} channels for {solver!r}, not {group_size}"
     if not x.is_cuda and not INTERPRETED:
         return f"they need a CUDA tensor, not one on {x.device}"
     return None

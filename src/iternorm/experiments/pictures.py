@@ -1,0 +1,118 @@
+"""Single pictures: reading them, and cutting and colouring them as the authors' Lua code does for ImageNet.
+
+Departure: pictures are scaled by Pillow's bicubic filter, which smooths when it makes them smaller; the Lua code's does
+not.
+"""
+
+import os
+import random
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff"})
+
+# Of ImageNet, of values in [0, 1].
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+
+_GREY = torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)
+# Principal axes of ImageNet's colours (columns), and their deviations.
+_AXES = torch.tensor(
+    [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]], dtype=torch.float64
+)
+_DEVIATIONS = (0.2175, 0.0188, 0.0045)
+
+
+def read_rgb(path: str | os.PathLike[str]) -> "Image":
+    """A picture of any mode in RGB. Transparency is left out; 16 bits of grey become 8.
+
+    Raises:
+        ValueError: The file is not a whole picture.
+        OSError: It cannot be opened.
+    """
+    from PIL import Image
+
+    with open(path, "rb") as file:
+        # What Pillow's decoders raise for a broken file is not limited to a few types.
+        try:
+            with Image.open(file) as opened:
+                if opened.mode.startswith("I"):
+                    # A plain conversion would clip all above 255.
+                    return opened.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L").convert("RGB")
+                # A palette's transparency has to become a channel before it can be left out.
+                return (opened.convert("RGBA") if "transparency" in opened.info else opened).convert("RGB")
+        except Exception as error:
+            raise ValueError(f"{path} is not a picture that can be read: {error}; replace it or remove it") from error
+
+
+def centre(picture: "Image", shorter: int, size: int) -> "Image":
+    """The square of `size` in the middle, after the shorter side was scaled to `shorter`."""
+    from PIL.Image import Resampling
+
+    scale = shorter / min(picture.size)
+    width, height = (max(shorter, round(side * scale)) for side in picture.size)
+    picture = picture.resize((width, height), Resampling.BICUBIC)
+    left, top = (width - size) // 2, (height - size) // 2
+    return picture.crop((left, top, left + size, top + size))
+
+
+def random_crop(picture: "Image", size: int, choices: random.Random) -> "Image":
+    """A random part (8 to 100 % of the area, sides as 3:4 to 4:3) scaled to a square, and mirrored or not."""
+    from PIL.Image import Resampling, Transpose
+
+    crop = picture.resize((size, size), Resampling.BICUBIC, box=random_box(*picture.size, choices))
+    return crop.transpose(Transpose.FLIP_LEFT_RIGHT) if choices.random() < 0.5 else crop
+
+
+def random_box(width: int, height: int, choices: random.Random) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of a random part; the square in the middle where ten attempts did not fit."""
+    for _ in range(10):
+        area = choices.uniform(0.08, 1) * width * height
+        aspect = choices.uniform(3 / 4, 4 / 3)
+        w, h = max(1, round((area * aspect) ** 0.5)), max(1, round((area / aspect) ** 0.5))
+        if choices.random() < 0.5:
+            w, h = h, w
+        if w <= width and h <= height:
+            left, top = choices.randint(0, width - w), choices.randint(0, height - h)
+            return left, top, left + w, top + h
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    return left, top, left + side, top + side
+
+
+def random_colours(mean: Tensor, choices: random.Random) -> Tensor:
+    """A map ``[3, 4]`` of colours in [0, 1], a matrix and an offset, for a picture whose mean colour is `mean`.
+
+    Brightness, contrast and saturation change by up to 0.4 in a random order, then the light along the principal axes
+    of ImageNet's colours, by 0.1 of their deviations. All of it is linear in the picture but for its mean grey, which
+    contrast is about, so that one map does what would be four passes.
+    """
+    matrix, offset = torch.eye(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for kind in choices.sample(("brightness", "contrast", "saturation"), 3):
+        alpha = 1 + choices.uniform(-0.4, 0.4)
+        if kind == "contrast":
+            grey = _GREY @ (matrix @ mean.double() + offset)
+            matrix, offset = alpha * matrix, alpha * offset + (1 - alpha) * grey
+        else:
+            step = alpha * torch.eye(3, dtype=torch.float64)
+            if kind == "saturation":
+                step += (1 - alpha) * _GREY.expand(3, 3)
+            matrix, offset = step @ matrix, step @ offset
+    light = torch.tensor([choices.gauss(0, 0.1) * deviation for deviation in _DEVIATIONS], dtype=torch.float64)
+    return torch.cat([matrix, (offset + _AXES @ light)[:, None]], 1)
+
+
+def normalizing(colours: Tensor) -> Tensor:
+    """A map ``[3, 4]`` of colours in [0, 1], from bytes and to mean 0 and deviation 1."""
+    mean, std = (torch.tensor(values, dtype=torch.float64) for values in (MEAN, STD))
+    return torch.cat([colours[:, :3] / 255, (colours[:, 3] - mean)[:, None]], 1) / std[:, None]
+
+
+def pixels(picture: "Image") -> Tensor:
+    """The bytes of an RGB picture, ``[H, W, 3]``."""
+    return torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(picture.height, picture.width, 3)

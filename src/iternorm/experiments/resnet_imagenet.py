@@ -1,0 +1,107 @@
+"""ResNets on ImageNet: what Tables 2 and 3 have in common."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from . import data, outcomes
+from .findings import Claim, Comparison
+from .recipe import Recipe
+from .registry import Context, Plan
+from .results import Config, Result, Row
+
+HOME = "imagenet"
+BN, DBN_L1, ITERNORM_L1, ITERNORM_FULL, ITERNORM_DF = (
+    *("BN", "DBN-16-L1", "IterNorm-L1", "IterNorm-Full"),
+    "IterNorm-L1+DF",
+)
+# The paper's names.
+NAMES = {
+    BN: "Baseline (BN)",
+    DBN_L1: "DBN-L1",
+    ITERNORM_L1: "IterNorm-L1",
+    ITERNORM_FULL: "IterNorm-Full",
+    ITERNORM_DF: "IterNorm-L1 + DF",
+}
+COLUMNS = {"top-1": "test_error", "top-5": "test_error_top5"}
+
+# Top-1 and top-5 errors of a network, by norm.
+Numbers = Mapping[str, tuple[str, str]]
+
+
+def recipe(model: str, norm: str, seed: int = 0) -> Recipe:
+    """The paper's setting (Section 5.3)."""
+    return Recipe(
+        data="imagenet",
+        model=model,
+        norm=norm,
+        batch_size=256,
+        lr=0.1,
+        epochs=100,
+        seed=seed,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=1e-4,
+        milestones=(30, 60, 90),
+        gamma=0.1,
+        augment=True,
+        precision="bf16",
+        channels_last=True,
+        image_size=224,
+    )
+
+
+def small(full: Recipe) -> Recipe:
+    """The same networks at a sixteenth of the width, on few and small images."""
+    name = full.data if data.available(full.data) else f"generated-{full.data}"
+    size: dict[str, Any] = {"batch_size": 16, "lr": 0.01, "epochs": 2, "train_examples": 48, "test_examples": 32}
+    return replace(full, data=name, width=1 / 16, image_size=32, **size)
+
+
+def jobs(plan: Plan, networks: Mapping[str, Sequence[str]]) -> list[Config]:
+    """One job for each seed, network and norm; the first seed of all of them comes first."""
+    configs = []
+    for seed in range(plan.seeds if plan.seeds is not None else 1):
+        for model, norms in networks.items():
+            for norm in norms:
+                full = recipe(model, norm, seed)
+                job = f"{model}-{norm.replace('+', '-')}-s{seed}"
+                configs.append((small(full) if plan.smoke else full).to_config(job))
+    return configs
+
+
+def run(config: Config, context: Context) -> list[Row]:
+    """One row for each epoch."""
+    from .train import train
+
+    return train(Recipe.from_config(config), context)
+
+
+def compare(results: Sequence[Result], model: str, paper: Numbers) -> list[Comparison]:
+    """The rows of a network: top-1 and top-5 errors of each norm."""
+    return [
+        outcomes.compare(
+            f"{title(model)}, {NAMES[norm]}, {place}", number, outcomes.select(results, model, norm), COLUMNS[place]
+        )
+        for norm, numbers in paper.items()
+        for place, number in zip(COLUMNS, numbers, strict=True)
+    ]
+
+
+def draw(axes: Sequence[Any], results: Sequence[Result], model: str, paper: Numbers) -> None:
+    """Two panels of a network, top-1 and top-5."""
+    found = compare(results, model, paper)
+    for index, (panel, place) in enumerate(zip(axes, COLUMNS, strict=True)):
+        outcomes.draw_numbers(panel, dict(zip(map(NAMES.__getitem__, paper), found[index::2], strict=True)))
+        panel.set_title(f"{title(model)}, ImageNet, {place}")
+
+
+def claim_lower(results: Sequence[Result], model: str, norm: str, other: str, text: str) -> Claim:
+    """The claim that one norm has a lower top-1 error than another."""
+    low, high = (outcomes.finals(outcomes.select(results, model, each)) for each in (norm, other))
+    return outcomes.claim_lower(f"{title(model)}: {text} (top-1, %)", (NAMES[norm], NAMES[other]), (low, high))
+
+
+def title(model: str) -> str:
+    """The network's usual name: ``ResNet-18``."""
+    return model.replace("resnet", "ResNet")

@@ -1,0 +1,240 @@
+"""The verbs for experiments: ls, run, plot and report."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tiny_experiment
+from iternorm import cli
+from iternorm.experiments import console, locks, ray_sweep, registry, results
+from iternorm.experiments.registry import Experiment
+
+
+@pytest.fixture
+def invoke(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The tiny experiment beside the others."""
+    monkeypatch.setattr(tiny_experiment, "__doc__", "Tiny: nothing.\n\nCommand: iternorm run tiny\nCost: an hour.")
+    monkeypatch.setattr(registry, "EXPERIMENTS", ("fig1", "tiny"))
+    monkeypatch.setitem(sys.modules, "iternorm.experiments.tiny", tiny_experiment)
+    return Experiment("tiny", tiny_experiment)
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+def test_ls_lists_every_experiment(invoke):
+    invoke("run", "fig1", "--smoke")
+    result = invoke("ls")
+    assert result.exit_code == 0, result.output
+    for name in registry.EXPERIMENTS:
+        assert name in result.stdout
+    # A smoke run is no result.
+    assert "0 of 1" in result.stdout
+    assert "1 of 1" in invoke("ls", "--smoke").stdout
+
+
+def test_ls_counts_what_runs(invoke, tiny, tmp_path):
+    invoke("run", "tiny", "--only", "bn-s0")
+    config = tiny.jobs()[3]
+    with locks.claim(registry.lock_path(tmp_path / "results", "tiny", config)):
+        line = next(line for line in invoke("ls").stdout.splitlines() if line.startswith("tiny"))
+    assert words(line) == "tiny Tiny: nothing an hour 2 of 4, 1 running"
+
+
+def test_run_then_plot(invoke, tmp_path):
+    first, second = (invoke("run", "fig2", "--smoke") for _ in range(2))
+    assert first.exit_code == 0, first.output
+    assert "finished before" not in first.stdout
+    assert "2 jobs: 2 ran" in first.stdout
+    assert second.stdout.count("(finished before)") == 2
+    result = invoke("plot", "fig2", "--smoke")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "results" / "fig2" / "fig2-smoke.png").stat().st_size > 2000
+    assert invoke("plot", "fig2", "--smoke", "--out", "x/fig.svg").exit_code == 0
+    assert (tmp_path / "x" / "fig.svg").read_text().startswith("<?xml")
+
+
+def test_run_takes_several_ids_seeds_and_a_selection(invoke, tiny):
+    result = invoke("run", "all", "--smoke", "--seeds", 2, "--only", "smoke", "--only", "*bn-s1")
+    assert result.exit_code == 0, result.output
+    assert "3 jobs: 3 ran" in result.stdout
+    for job in ("fig1/smoke-", "tiny/bn-s1-", "tiny/dbn-s1-"):
+        assert job in result.stdout
+    result = invoke("plot", "fig1", "tiny", "--smoke")
+    assert "results/fig1/fig1-smoke.png\n" in result.stdout
+    # What is not there is not drawn, and counted.
+    assert "results/tiny/tiny-smoke.png  (2 of 6)" in result.stdout
+
+
+def test_run_names_a_file_it_sets_aside(invoke, tmp_path):
+    invoke("run", "fig1", "--smoke", "--results", "r")
+    (path,) = (tmp_path / "r" / "fig1").iterdir()
+    path.write_text("{")
+    result = invoke("run", "fig1", "--smoke", "--results", "r")
+    assert result.exit_code == 0, result.output
+    assert "is not complete JSON" in words(result.stderr)
+    assert f"renamed to {path.name}.unusable" in words(result.stderr)
+
+
+def test_run_says_what_somebody_else_works_on(invoke, tiny, tmp_path):
+    config = tiny.jobs()[0]
+    with locks.claim(registry.lock_path(tmp_path / "results", "tiny", config)):
+        result = invoke("run", "tiny")
+    assert result.exit_code == 0
+    assert f"{results.result_path(tmp_path, 'tiny', config).name}  (running elsewhere)" in result.stdout
+    assert "4 jobs: 1 running elsewhere, 3 ran" in result.stdout
+
+
+def test_a_job_that_fails_is_named_and_the_others_run(invoke, tiny, monkeypatch):
+    monkeypatch.setenv("TINY_FAIL", "dbn")
+    result = invoke("run", "tiny")
+    assert result.exit_code == 2
+    assert "4 jobs: 3 ran, 1 failed" in result.stdout
+    # Its stack is shown: this is no mistake of the user's.
+    assert "ZeroDivisionError: no dbn-s0" in result.stderr
+    assert "error: 1 of 4 jobs failed: tiny dbn-s0: no dbn-s0" in words(result.stderr)
+    monkeypatch.setenv("ITERNORM_TRACEBACK", "1")
+    assert isinstance(invoke("run", "tiny").exception, ZeroDivisionError)
+
+
+def test_a_data_folder_that_is_missing_is_said_once_or_twice(invoke, tiny, monkeypatch):
+    def run(config, context):
+        raise FileNotFoundError("no folder there")
+
+    monkeypatch.setattr(tiny_experiment, "run", run)
+    result = invoke("run", "tiny")
+    assert result.exit_code == 2
+    assert "4 jobs: 2 failed, 2 not tried" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_a_package_that_a_job_misses_is_named_with_its_extra(invoke, tiny, monkeypatch):
+    def run(config, context):
+        raise ModuleNotFoundError("No module named 'accelerate'", name="accelerate")
+
+    monkeypatch.setattr(tiny_experiment, "run", run)
+    result = invoke("run", "tiny")
+    assert result.exit_code == 2
+    assert "error: this needs accelerate: pip install 'iternorm[experiments]'" in words(result.stderr)
+
+
+def test_an_interrupt_says_how_to_go_on(invoke, tiny, monkeypatch):
+    def run(config, context):
+        (context.folder / "checkpoint").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny_experiment, "run", run)
+    result = invoke("run", "tiny")
+    assert result.exit_code == 130
+    assert "the same command goes on from the last checkpoint" in words(result.stderr)
+    assert registry.survey(tiny, Path("results")).running == 0
+
+
+def test_data_and_options_reach_the_job(invoke, tiny, monkeypatch, tmp_path):
+    seen = []
+
+    def run(config, context):
+        seen.append((os.environ["ITERNORM_DATA"], context.tensorboard, context.compile))
+        return [{}]
+
+    monkeypatch.setattr(tiny_experiment, "run", run)
+    monkeypatch.setenv("ITERNORM_DATA", "before")
+    arguments = ("--only", "dbn", "--data", "d", "--tensorboard", "--compile", "--results", "r")
+    assert invoke("run", "tiny", *arguments).exit_code == 0
+    name = results.result_path(tmp_path, "tiny", tiny.jobs()[1]).stem
+    assert seen == [(str(tmp_path / "d"), Path("r/.tensorboard/tiny") / name, True)]
+    assert os.environ["ITERNORM_DATA"] == "before"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "address"),
+    [
+        (["fig1", "--ray"], None),
+        (["--ray", "fig1"], None),
+        (["fig1", "--ray", "--smoke"], None),
+        (["fig1", "--ray", "auto"], "auto"),
+        (["--ray", "ray://host:10001", "fig1"], "ray://host:10001"),
+        (["fig1", "--ray=10.0.0.1:6379", "--gpus-per-job", "0.25"], "10.0.0.1:6379"),
+    ],
+)
+def test_ray_stands_with_and_without_an_address(invoke, monkeypatch, arguments, address):
+    asked = []
+
+    def run(jobs, root, options, *, address, gpus_per_job, progress):
+        asked.append((len(jobs), address, gpus_per_job))
+        return iter(())
+
+    monkeypatch.setattr(cli, "find_spec", lambda name: object())
+    monkeypatch.setattr(ray_sweep, "run", run)
+    result = invoke("run", *arguments)
+    assert result.exit_code == 0, result.output
+    assert asked == [(1, address, 0.25 if "0.25" in arguments else 1.0)]
+
+
+def test_ray_that_is_missing_is_named_with_its_extra(invoke, monkeypatch):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    result = invoke("run", "fig1", "--ray")
+    assert result.exit_code == 2
+    assert result.stderr == "error: this needs ray: pip install 'iternorm[ray]'\n"
+
+
+def test_report_writes_two_files_and_the_figures(invoke, tiny, tmp_path):
+    invoke("run", "tiny")
+    result = invoke("report", "--out", "d")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "Written: d/reproduction.md\nWritten: d/reproduction.html\n"
+    assert "4 of 4" in (tmp_path / "d" / "reproduction.md").read_text().replace("\u00a0", " ")
+    assert (tmp_path / "results" / "tiny" / "tiny.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["run", "fig44"], "did you mean fig4"),
+        (["run", "fig4", "fig55"], "did you mean fig5"),
+        (["plot", "zebra"], "all are: fig1"),
+        (["plot", "fig1"], "fig1: none of 1 results is in results: make them with `iternorm run fig1`"),
+        (["plot", "fig1", "fig2", "--out", "x.png"], "one file, for one experiment"),
+        (["run", "fig4", "--only", "zz"], "--only 'zz' selects no job: the names are d2, d4"),
+        (["run", "fig4", "--seeds", "0"], "seeds=0 runs nothing"),
+        (["run", "fig4", "--device", "tpu"], "device='tpu' is not known here"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_changes_nothing(invoke, tmp_path, arguments, text):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert words(result.stderr).startswith("error: ")
+    assert text in words(result.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_run_on_cuda_without_a_device(invoke):
+    result = invoke("run", "fig1", "--device", "cuda")
+    assert result.exit_code == 2
+    assert result.stderr == "error: device='cuda' needs a CUDA device and torch sees none: use device='cpu'\n"
+
+
+def test_bars_show_what_a_job_passes(tiny):
+    with cli._progress(cli.TextColumn("{task.fields[values]}")) as progress:
+        bars = console.Bars(progress, [(tiny, config) for config in tiny.jobs()])
+        bars.step("tiny", "bn-s0", 3, 10, {"loss": 0.25, "error": 7.5, "rate": 12345.0})
+        bars.step("tiny", "dbn-s0", 1, 10, {"loss": None})
+        shown = [(task.description, task.completed, task.total, task.fields["values"]) for task in progress.tasks]
+        assert shown == [
+            ("jobs", 0, 4, ""),
+            ("tiny bn-s0", 3, 10, "loss 0.25, error 7.50 %, 12,345 images/s"),
+            ("tiny dbn-s0", 1, 10, "loss –"),
+        ]
