@@ -4,13 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-gpu check format bench bench-gpu clean
+.PHONY: help setup demo test test-gpu check format report bench bench-gpu clean
 
 help:
 	@echo "make demo      train the paper's MLP on handwritten digits with four normalizations and write a report"
 	@echo "make test      run the tests"
 	@echo "make check     lint, formatting and types"
 	@echo "make test-gpu  run the tests that need a CUDA device, from the tree, with the system's torch"
+	@echo "make report    write docs/reproduction.md and .html from the results of experiments"
 	@echo "make bench     time the layers on this machine's CPU"
 	@echo "make bench-gpu time the layers and a training step on a CUDA device, from the tree, with the system's torch"
 	@echo "make format    rewrite the code in the project's format"
@@ -39,6 +40,9 @@ check: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+report: setup
+	$(BIN)/iternorm report
 
 bench: setup
 	$(BIN)/iternorm bench

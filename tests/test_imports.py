@@ -30,6 +30,7 @@ RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 LIGHT = {"torch", "iternorm"}
 # Where each heavy module may be imported, and then inside a function unless the room is named as itself.
 HEAVY = {"numpy", "triton", "typer", "rich", "matplotlib", "sklearn", "onnx", "transformers", "accelerate", "PIL"}
+HEAVY |= {"safetensors", "pooch", "tensorboard", "ray"}
 
 
 def sources():

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/math.md", "benchmarks/README.md"]
+DOCUMENTS = ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/math.md", "docs/reproduction.md"]
+DOCUMENTS += ["benchmarks/README.md"]
 
 
 def text_of(name):

@@ -88,9 +88,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
     growth = {name: noise[name][2] / noise[name][512] for name in OPERATIONS}
     spread = {name: max(curve.values()) / min(curve.values()) for name, curve in over_dimensions.items()}
     sensitivity = f"SND at batch size 2 / at 512: BN {growth['BN']:.3g}, IterNorm {growth['IterNorm T=5']:.3g}"
-    stability = (
-        f"largest SND / smallest of any dimension: BN {spread['BN']:.3g}, IterNorm {spread['IterNorm T=5']:.3g}"
-    )
+    stability = f"largest SND / smallest of any dimension: BN {spread['BN']:.3g}, IterNorm {spread['IterNorm T=5']:.3g}"
     return [
         Claim(
             texts[0],

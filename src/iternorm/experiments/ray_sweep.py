@@ -6,6 +6,7 @@ their checkpoints go there, and a sweep that was stopped resumes from them.
 """
 
 import importlib
+import logging
 import os
 import shutil
 import tempfile
@@ -74,7 +75,7 @@ def run(
             address=address if address is not None else "local",
             include_dashboard=None if address is not None else False,
             log_to_driver=False,
-            logging_level="error",
+            logging_level=logging.ERROR,
         )
     try:
         yield from _run(ray, jobs, root, options, gpus_per_job, progress)

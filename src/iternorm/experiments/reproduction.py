@@ -97,22 +97,26 @@ def _section(experiment: Experiment, state: State, claims: Sequence[Claim], root
     for reason in state.unusable:
         blocks.append(f"Not used: {reason}.")
     if claims:
-        rows = ((claim.text, _verdict(claim, state), claim.evidence or "–") for claim in claims)
+        found = ((claim.evidence if state.finished else "") or "–" for claim in claims)
+        rows = ((claim.text, _verdict(claim, state), what) for claim, what in zip(claims, found, strict=True))
         blocks.append(_Table(("the paper says", "verdict", "what was found"), tuple(rows)))
     else:
         blocks.append(f"The paper's claim, not checked by a function: {experiment.field('Claim')}")
-    comparisons = experiment.compare(state.finished)
+    # A number that neither has says nothing.
+    comparisons = [number for number in experiment.compare(state.finished) if number.paper or number.ours]
     if comparisons:
-        blocks.append(
-            _Table(("number", "the paper", "ours", "n", "note"), tuple(_compared(number) for number in comparisons))
-        )
+        # The notes are the last column.
+        columns = 5 if any(number.note for number in comparisons) else 4
+        numbers = tuple(_compared(number)[:columns] for number in comparisons)
+        blocks.append(_Table(("number", "the paper", "ours", "n", "note")[:columns], numbers))
     for name in ("The paper got", "Departures"):
         if text := experiment.field(name):
             blocks.append(f"**{name}:** {text}")
     if state.finished:
         path = root / experiment.id / f"{experiment.id}.png"
         blocks.append(_Drawing(experiment.plot(state.finished), path, experiment.title.rstrip(".")))
-    blocks.append(f"**Command:** `{experiment.field('Command')}`")
+    if not state.missing:
+        blocks.append(f"**Command:** `{experiment.field('Command')}`")
     if state.finished:
         blocks.append(_Table(("machine", "software", "commit", "date", "runs", "time"), _origins(state.finished)))
     return blocks

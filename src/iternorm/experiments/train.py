@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from . import checkpoint
 from .graph import CapturedStep, EagerStep, is_capturable, new_scores, score
 from .models import build
+from .order import mixed
 from .recipe import Recipe
 from .registry import Context
 from .results import Row
-from .seeds import mixed
 from .sources import open_source
 from .watch import Watch
 
