@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from . import checkpoint
 from .graph import CapturedStep, EagerStep, is_capturable, new_scores, score
 from .models import build
-from .order import mixed
 from .recipe import Recipe
 from .registry import Context
 from .results import Row
