@@ -300,7 +300,7 @@ def test_a_device_that_is_not_there(tmp_path, device, message):
 
 def test_what_can_be_captured():
     gpu = torch.device("cuda")
-    for norm, expected in [("plain", True), ("BN", True), ("IterNorm T=5", True), ("DBN-16", False)]:
+    for norm, expected in [("plain", True), ("BN", True), ("IterNorm T=5", True), ("DBN-16 pca", False)]:
         model = build("mlp", norm, 10, (1, 4, 4))
         assert is_capturable(model, gpu, 1) is expected
         assert not is_capturable(model, gpu, 2)
