@@ -221,6 +221,7 @@ class _Run:
             if self.accelerator.is_main_process and (is_last or time.monotonic() - last_saved >= checkpoint_seconds):
                 checkpoint.save(self.context.folder, self.recipe, rows, self.model, self.optimizer)
                 last_saved = time.monotonic()
+        self.watch.end()
         return rows
 
     def _resume(self) -> list[Row]:
