@@ -202,8 +202,8 @@ def duration(seconds: float) -> str:
     """A length of time, for reading.
 
     Example:
-        >>> duration(0.42), duration(75), duration(7300)
-        ('0.4 s', '1 min 15 s', '2 h 2 min')
+        >>> duration(0.42), duration(75), duration(7380)
+        ('0.4 s', '1 min 15 s', '2 h 3 min')
     """
     if seconds < 60:
         return f"{seconds:.1f} s"
