@@ -195,11 +195,23 @@ def test_saved_for_backward_are_the_input_and_small_matrices(channels, channels_
     x.requires_grad_()
     layer = iternorm.IterNorm2d(channels)
     extra, _ = saved_by(layer, x)
-    # The mean, the whitening matrices and the covariances.
-    assert extra <= channels + 2 * layer.running_whitening.numel()
+    # The mean, the whitening matrices and the covariances, and the iterates that spare the backward their products.
+    assert extra <= channels + (2 + 2 * (layer.num_iters - 1)) * layer.running_whitening.numel()
     layer = iternorm.DecorrelatedBatchNorm2d(channels)
     extra, _ = saved_by(layer, x)
     assert extra <= 2 * channels + 3 * layer.running_whitening.numel()
+
+
+def test_iterates_are_not_kept_where_they_are_large_beside_the_activation():
+    x = torch.randn(600, 256, requires_grad=True)
+    layer = iternorm.IterNorm1d(256, group_size=None)
+    extra, y = saved_by(layer, x)
+    assert extra <= 256 + 2 * 256**2
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    inputs = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]
+    (expected,) = torch.autograd.grad(reference.iter_norm(*inputs, None, 5), inputs[:1], grad.double())
+    assert relative_error(x.grad, expected) < 2e-6
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

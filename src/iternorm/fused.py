@@ -96,8 +96,8 @@ class _WhitenEager(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled():
             return *ops.differentiable_backward(grad, (x, weight, bias), needs[:3], ctx.settings), None, None
-        with _on_device(x):
-            gradients = kernels().backward(grad, x, weight, state, ctx.plan, ctx.settings[3], needs[0])
+        # Autograd has made the device of the gradient the current one.
+        gradients = kernels().backward(grad, x, weight, state, ctx.plan, ctx.settings[3], needs[0])
         return *_wanted(gradients, weight, bias, needs), None, None
 
 
@@ -191,5 +191,8 @@ def infer_fused(
 
 def _on_device(x: Tensor):
     """Kernels are launched on the current device: make it that of `x` where it is another."""
-    same = not x.is_cuda or x.device.index == torch.cuda.current_device()
-    return nullcontext() if same else torch.cuda.device(x.device)
+    same = not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
+    return _NO_CHANGE if same else torch.cuda.device(x.device)
+
+
+_NO_CHANGE = nullcontext()

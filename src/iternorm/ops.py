@@ -109,7 +109,8 @@ class _Whiten(torch.autograd.Function):
     def forward(ctx, x, weight, bias, group_size, solver, num_iters, eps, process_group):
         with no_autocast(x):
             num_samples, mean, covariance = _batch_moments(x, group_size, process_group)
-            whitening, solved = inverse_sqrt(covariance, x.shape[1], group_size, solver, num_iters, eps)
+            keep = ctx.needs_input_grad[0] and _is_cheap_to_keep(covariance, num_iters, x)
+            whitening, solved = inverse_sqrt(covariance, x.shape[1], group_size, solver, num_iters, eps, keep)
             matrix, offset = fold_affine(whitening, mean, weight, bias, group_size)
             y = torch.empty_like(x) if _is_empty(x) else _call(_affine_op, x, matrix, offset, group_size)
         ctx.save_for_backward(x, weight, bias, mean, whitening, num_samples, *(t for state in solved for t in state))
@@ -188,14 +189,26 @@ def _call(op, *args):
     return op(*args) if torch.compiler.is_compiling() else op._init_fn(*args)
 
 
+def _is_cheap_to_keep(covariance: Tensor, num_iters: int, x: Tensor) -> bool:
+    """Whether the iterates take little memory beside the activation, which is kept too, or little at all."""
+    kept = 2 * (num_iters - 1) * covariance.numel() * covariance.element_size()
+    return kept <= max(x.numel() * x.element_size() // 8, 1 << 20)
+
+
 def inverse_sqrt(
-    covariance: Tensor, num_features: int, group_size: int, solver: str, num_iters: int, eps: float
+    covariance: Tensor,
+    num_features: int,
+    group_size: int,
+    solver: str,
+    num_iters: int,
+    eps: float,
+    keep: bool = False,
 ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
     """Whitening matrices ``[G, d, d]`` of covariances without eps, and what `inverse_sqrt_backward` needs by part."""
     matrices, solved = [], []
     for part in groups.parts(num_features, group_size):
         regularized = _regularized(part.of(covariance), eps)
-        whitening, saved = solvers.solve(regularized, solver, num_iters)
+        whitening, saved = solvers.solve(regularized, solver, num_iters, keep)
         matrices.append(whitening)
         solved.append((regularized, *saved))
     return groups.pad(matrices), solved

@@ -49,10 +49,16 @@ def cholesky(covariance: Tensor) -> Tensor:
     return _Solve.apply(covariance, "cholesky", 0)  # pyright: ignore[reportReturnType]
 
 
-def solve(covariance: Tensor, solver: str, num_iters: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The whitening matrix, and what `solve_backward` needs beside the covariance and the whitening matrix."""
+def solve(
+    covariance: Tensor, solver: str, num_iters: int, keep: bool = False
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The whitening matrix, and what `solve_backward` needs beside the covariance and the whitening matrix.
+
+    With `keep`, that includes 2 T - 2 matrices of Newton's iteration, which would otherwise be computed once more.
+    """
     if solver == "newton":
-        return _newton(covariance, num_iters), ()
+        whitening, residuals, iterates = _newton(covariance, num_iters)
+        return whitening, (*residuals[1:], *iterates) if keep else ()
     if solver == "cholesky":
         return _cholesky(covariance), ()
     eigenvalues, vectors = _eigh(covariance)
@@ -66,7 +72,7 @@ def solve_backward(
 ) -> Tensor:
     """The symmetric gradient for the covariance, given the gradient for the whitening matrix."""
     if solver == "newton":
-        return _newton_backward(grad, covariance, whitening, num_iters)
+        return _newton_backward(grad, covariance, whitening, num_iters, saved)
     if solver == "cholesky":
         return _cholesky_backward(grad, whitening)
     if solver == "zca":
@@ -102,47 +108,59 @@ def _trace(matrix: Tensor) -> Tensor:
     return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
 
 
-def _newton(covariance: Tensor, num_iters: int) -> Tensor:
+def _identity_like(matrix: Tensor) -> Tensor:
+    return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+
+
+def _newton(covariance: Tensor, num_iters: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The whitening matrix, R_0..R_{T-1} and Z_1..Z_{T-1}.
+
+    The residual form (Eq. 8-9) with M = (3 I - R)/2 multiplied out: a step is three products with their sums, and
+    rounding meets R and not M, which is larger in the first steps (errors a third of those of M's form).
+    """
     trace = _trace(covariance)
-    identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    identity = _identity_like(covariance)
     if num_iters == 0:
-        return identity * trace.rsqrt()
-    residual = covariance / trace
-    three_halves = 1.5 * identity
-    step = torch.add(three_halves, residual, alpha=-0.5)
-    iterate = step
+        return identity * trace.rsqrt(), [], []
+    residual = (covariance / trace).reshape(-1, *covariance.shape[-2:])
+    iterate = torch.add(1.5 * identity, residual, alpha=-0.5)
+    residuals, iterates = [residual], []
     for _ in range(num_iters - 1):
-        residual = step @ (residual @ step)
-        step = torch.add(three_halves, residual, alpha=-0.5)
-        iterate = iterate @ step
-    return iterate * trace.rsqrt()
+        inner = torch.baddbmm(residual, residual, residual, beta=-1.5, alpha=0.25)
+        residual = torch.baddbmm(residual, residual, inner, beta=2.25)
+        residuals.append(residual)
+        iterates.append(iterate)
+        iterate = torch.baddbmm(iterate, iterate, residual, beta=1.5, alpha=-0.5)
+    return iterate.view_as(covariance) * trace.rsqrt(), residuals, iterates
 
 
-def _newton_backward(grad: Tensor, covariance: Tensor, whitening: Tensor, num_iters: int) -> Tensor:
+def _newton_backward(
+    grad: Tensor, covariance: Tensor, whitening: Tensor, num_iters: int, saved: tuple[Tensor, ...]
+) -> Tensor:
     """Eq. 10-12: the forward derivative of the iteration in the direction of the gradient, which is self-adjoint."""
     trace = _trace(covariance)
-    identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    identity = _identity_like(covariance)
     # <grad, W> / (2 tr) is the part of W = P / sqrt(tr) that goes through the trace.
     through_trace = (grad * whitening).sum((-2, -1), keepdim=True) / 2
     if num_iters == 0:
         return -through_trace / trace * identity
-    normalized = covariance / trace
-    d_residual = _symmetric(grad) * trace.rsqrt()
+    if saved:
+        residuals = [(covariance / trace).reshape(-1, *covariance.shape[-2:]), *saved[: num_iters - 1]]
+        iterates = saved[num_iters - 1 :]
+    else:
+        _, residuals, iterates = _newton(covariance, num_iters)
+    d_residual = ((grad + grad.mT) * (trace.rsqrt() / 2)).reshape(-1, *covariance.shape[-2:])
     d_iterate = d_residual * -0.5
-    residual = normalized
-    three_halves = 1.5 * identity
-    step = torch.add(three_halves, residual, alpha=-0.5)
-    iterate = step
-    for k in range(1, num_iters):
-        product = residual @ step
-        d_residual = step @ (d_residual @ step) - _symmetric(d_residual @ product)
-        residual = step @ product
-        step = torch.add(three_halves, residual, alpha=-0.5)
-        d_iterate = torch.sub(d_iterate @ step, iterate @ d_residual, alpha=0.5)
-        if k < num_iters - 1:
-            iterate = iterate @ step
-    d_normalized = _symmetric(d_iterate)
-    through_trace = through_trace + (d_normalized * normalized).sum((-2, -1), keepdim=True)
+    for residual, following, iterate in zip(residuals[:-1], residuals[1:], iterates, strict=True):
+        # dR <- M dR M - sym(dR R M) multiplied out: the terms share S = dR R. Half of it, to be added to its transpose.
+        shared = torch.bmm(d_residual, residual)
+        half = torch.add(1.125 * d_residual, shared, alpha=-1.5)
+        half = half.baddbmm_(shared, residual, alpha=0.25).baddbmm_(residual, shared, alpha=0.125)
+        d_residual = half + half.mT
+        d_iterate = torch.baddbmm(d_iterate, d_iterate, following, beta=1.5, alpha=-0.5)
+        d_iterate = d_iterate.baddbmm_(iterate, d_residual, alpha=-0.5)
+    d_normalized = _symmetric(d_iterate).view_as(covariance)
+    through_trace = through_trace + (d_normalized * (covariance / trace)).sum((-2, -1), keepdim=True)
     return (d_normalized - through_trace * identity) / trace
 
 

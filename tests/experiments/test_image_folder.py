@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from iternorm.experiments import generated, image_folder, pictures
-from iternorm.experiments.order import mixed
 from iternorm.experiments.recipe import Recipe
+from iternorm.experiments.seeds import mixed
 from iternorm.experiments.sources import open_source
 
 Image = pytest.importorskip("PIL.Image")

@@ -184,3 +184,16 @@ def test_any_part_of_the_results_is_drawn(module, panels):
         figure = module.plot(finished(module, errors))
         assert len(figure.axes) == panels
         figure.canvas.draw()
+
+
+def test_each_panel_has_its_own_numbers():
+    figure = table3.plot(finished(table3, {("resnet-101", "BN"): 24.0}))
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == [f"ResNet-{depth}, ImageNet, top-{k}" for depth in (50, 101) for k in (1, 5)]
+    first = [" ".join(axes.texts[0].get_text().split()) for axes in figure.axes]
+    assert first == [
+        "paper 23.95 ours not run",
+        "paper 7.02 ours not run",
+        "paper 22.45 ours 24.00 (one seed)",
+        "paper 6.29 ours 6.00 (one seed)",
+    ]

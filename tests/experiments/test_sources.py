@@ -10,8 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy, pad
 
 from iternorm.experiments import sources
-from iternorm.experiments.order import mixed, share_of
+from iternorm.experiments.order import share_of
 from iternorm.experiments.recipe import Recipe
+from iternorm.experiments.seeds import mixed
 from iternorm.experiments.sources import open_source
 
 SHARED = os.environ.get("ITERNORM_SHARED_DATA")

@@ -231,9 +231,9 @@ def test_no_synchronization_in_a_step():
 
 def test_the_operators_keep_their_contracts():
     x, weight, bias = activation((8, 80, 9, 9), torch.float32), torch.rand(80).cuda(), torch.rand(80).cuda()
-    torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 64, 5, 1e-5))
-    _, state = fused._fused_forward_op(x, weight, bias, 64, 5, 1e-5)
-    torch.library.opcheck(fused._fused_backward_op, (torch.randn_like(x), x, weight, state, 64, 5, 1e-5, True))
+    torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 64, 5, 1e-5, False))
+    _, state = fused._fused_forward_op(x, weight, bias, 64, 5, 1e-5, False)
+    torch.library.opcheck(fused._fused_backward_op, (torch.randn_like(x), x, weight, state, 64, 5, 1e-5, False, True))
 
 
 @pytest.mark.parametrize("last", [False, True])

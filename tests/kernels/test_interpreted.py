@@ -205,20 +205,22 @@ def test_two_runs_give_the_same_bits():
 def test_kernels_that_cannot_run_say_why():
     with pytest.raises(ValueError, match=r'impl="triton" cannot run: they take .* not torch.float64; use impl="auto"'):
         layer_for((4, 8, 2, 2), group_size=4, dtype=torch.float64)(torch.randn(4, 8, 2, 2, dtype=torch.float64))
-    with pytest.raises(ValueError, match="groups of up to 128 channels for .newton., not 129"):
+    with pytest.raises(ValueError, match="groups of up to 128 channels for 'newton', not 129"):
         layer_for((4, 129), group_size=None)(torch.randn(4, 129))
-    with pytest.raises(ValueError, match="not 'zca'"):
-        functional.decorrelated_batch_norm(torch.randn(4, 8, 2, 2), training=True, impl="triton")
+    with pytest.raises(ValueError, match="not 'pca'"):
+        functional.decorrelated_batch_norm(torch.randn(4, 8, 2, 2), training=True, solver="pca", impl="triton")
+    with pytest.raises(ValueError, match="groups of up to 64 channels for 'zca', not 65"):
+        functional.decorrelated_batch_norm(torch.randn(4, 65), training=True, group_size=65, impl="triton")
 
 
 def test_the_operators_keep_their_contracts():
     x, weight, bias = correlated(4, 12, 3, 3, dtype=torch.float32), torch.ones(12), torch.zeros(12)
-    torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 8, 3, 1e-5))
-    torch.library.opcheck(fused._fused_forward_op, (channels_last(x), None, None, 8, 0, 1e-5))
-    _, state = fused._fused_forward_op(x, weight, bias, 8, 3, 1e-5)
+    torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 8, 3, 1e-5, False))
+    torch.library.opcheck(fused._fused_forward_op, (channels_last(x), None, None, 8, 0, 1e-5, True))
+    _, state = fused._fused_forward_op(x, weight, bias, 8, 3, 1e-5, False)
     grad = torch.randn_like(x)
-    torch.library.opcheck(fused._fused_backward_op, (grad, x, weight, state, 8, 3, 1e-5, True))
-    torch.library.opcheck(fused._fused_backward_op, (grad, x, None, state, 8, 3, 1e-5, False))
+    torch.library.opcheck(fused._fused_backward_op, (grad, x, weight, state, 8, 3, 1e-5, False, True))
+    torch.library.opcheck(fused._fused_backward_op, (grad, x, None, state, 8, 3, 1e-5, True, False))
 
 
 def test_a_plan_is_made_once_and_depends_on_all_it_must():

@@ -112,9 +112,7 @@ def save(folder: Path, recipe: Recipe, rows: Sequence[Row], model: nn.Module, op
         _remove(target)
     partial.rename(target)
     _to_disk(folder)
-    for other in folder.glob(f"{_PREFIX}*"):
-        if other != target and _number(other) is not None:
-            _remove(other)
+    _remove_others(target)
     return target
 
 
@@ -133,9 +131,12 @@ def load(folder: Path, recipe: Recipe) -> Checkpoint | None:
     paths = [path for path in folder.glob(f"{_PREFIX}*") if path.is_dir() and _number(path) is not None]
     for path in sorted(paths, key=lambda path: _number(path) or 0, reverse=True):
         try:
-            return _read(path, recipe)
+            found = _read(path, recipe)
         except _UnusableError as error:
             warnings.warn(f"{error}; it is renamed to {set_aside(path).name} and not used", stacklevel=2)
+            continue
+        _remove_others(path)
+        return found
     return None
 
 
@@ -177,6 +178,12 @@ def _number(path: Path) -> int | None:
     """How many rows the name of a checkpoint says it has, None where it is no checkpoint."""
     number = path.name.removeprefix(_PREFIX)
     return int(number) if number.isdigit() else None
+
+
+def _remove_others(newest: Path) -> None:
+    for other in newest.parent.glob(f"{_PREFIX}*"):
+        if other != newest and _number(other) is not None:
+            _remove(other)
 
 
 def _remove(path: Path) -> None:

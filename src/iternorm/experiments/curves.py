@@ -78,7 +78,7 @@ def text(number: float | None, unit: str = "%") -> str:
 
 def evidence(values: Mapping[str, float | None], unit: str = "%") -> str:
     """Names and their numbers, those that were run."""
-    return ", ".join(f"{name} {text(value, unit)}" for name, value in values.items() if value is not None)
+    return ", ".join(f"{name} {text(value, unit)}" for name, value in values.items() if value is not None) or "not run"
 
 
 def extremes_are_worse(values: Sequence[float | None]) -> bool | None:

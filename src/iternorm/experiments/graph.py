@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from iternorm.functional import choose_impl
+from iternorm.groups import effective_size
 from iternorm.modules import WhiteningNorm
 
 # What is summed over examples: their losses, whether each is wrong, whether its class is not among the five likeliest.
@@ -136,5 +138,13 @@ class CapturedStep(EagerStep):
 
 def is_capturable(model: nn.Module, device: torch.device, num_processes: int) -> bool:
     """Whether a CUDA graph can hold a step: one process on a GPU, and no layer whose solver makes the host wait."""
-    solvers = {layer.solver for layer in model.modules() if isinstance(layer, WhiteningNorm)}
-    return device.type == "cuda" and num_processes == 1 and solvers <= {"newton"}
+    layers = (layer for layer in model.modules() if isinstance(layer, WhiteningNorm))
+    return device.type == "cuda" and num_processes == 1 and not any(map(_waits, layers))
+
+
+def _waits(layer: WhiteningNorm) -> bool:
+    """Eigendecompositions read their error codes on the host; ZCA in the kernels has none."""
+    if layer.solver != "zca":
+        return layer.solver == "pca"
+    like = torch.empty(1, layer.num_features, device="cuda")
+    return choose_impl(layer.impl, like, effective_size(layer.num_features, layer.group_size), "zca") != "triton"

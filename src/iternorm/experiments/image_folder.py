@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from . import data, generated, pictures
-from .order import check_share, epoch_order, iterations_per_epoch, mixed, num_examples, share_of, shares
+from .order import check_share, epoch_order, iterations_per_epoch, num_examples, share_of, shares
 from .recipe import Recipe
+from .seeds import mixed
 
 _SIZE = 224
 # The Lua code scales the shorter side to 256 before it cuts out 224 pixels.

@@ -1,20 +1,9 @@
 """Which examples an epoch has, in which order, and which of them are a process's."""
 
-import hashlib
-
 import torch
 from torch import Tensor
 
 from .recipe import Recipe
-
-
-def mixed(*parts: int | str) -> int:
-    """A seed from 0 and below 2^64 that is a function of the parts alone, on every machine.
-
-    Sums like ``seed + epoch`` would give the second epoch of one run the order of the first epoch of another.
-    """
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 def check_share(recipe: Recipe, rank: int, world_size: int) -> None:

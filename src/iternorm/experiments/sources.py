@@ -14,8 +14,9 @@ from torch import Tensor
 
 from . import data, generated
 from .image_folder import FolderSource
-from .order import check_share, epoch_order, iterations_per_epoch, mixed, num_examples, share_of, shares
+from .order import check_share, epoch_order, iterations_per_epoch, num_examples, share_of, shares
 from .recipe import Recipe
+from .seeds import mixed
 
 GENERATED = "generated-"
 NAMES = ("mnist", "cifar10", "imagenet", *(GENERATED + name for name in ("mnist", "cifar10", "imagenet")))

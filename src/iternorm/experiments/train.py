@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from . import checkpoint
 from .graph import CapturedStep, EagerStep, is_capturable, new_scores, score
 from .models import build
-from .order import mixed
 from .recipe import Recipe
 from .registry import Context
 from .results import Row
+from .seeds import mixed
 from .sources import open_source
 from .watch import Watch
 
@@ -119,7 +119,8 @@ def _settings(recipe: Recipe, context: Context) -> Iterator["Accelerator"]:
             benchmark = torch.backends.cudnn.benchmark
             stack.callback(setattr, torch.backends.cudnn, "benchmark", benchmark)
             torch.backends.cudnn.benchmark = True
-        if recipe.precision == "tf32":
+        # Beside bf16 there are few fp32 products, of whitening large groups, and TF32 is the finer of the two.
+        if recipe.precision != "fp32":
             stack.enter_context(matmul_precision("high"))
         # Its state is the process's, and would keep the device and the precision of the run before.
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -46,7 +46,10 @@ def norms(quick: bool = False) -> list[Norm]:
     if not quick:
         # The paper whitens all channels of a layer together.
         found.append(Norm("IterNorm full", partial(IterNorm2d, group_size=None), paper_s=0.343))
-        found.append(Norm("DBN d=16", partial(DecorrelatedBatchNorm2d, group_size=16), slow=True, paper_s=1.366))
+        decorrelated = partial(DecorrelatedBatchNorm2d, group_size=16)
+        # By eigendecomposition, as the paper's, and by our kernels.
+        found.append(Norm("DBN d=16", partial(decorrelated, impl="torch"), slow=True, paper_s=1.366))
+        found.append(Norm("DBN d=16 kernels", decorrelated))
     return found
 
 
