@@ -109,7 +109,8 @@ def killed_while_writing(recipe, folder):
             return found
         if not os.WIFSIGNALED(status):
             raise RuntimeError(f"a run failed with status {status} before it was killed at event {event}")
-        found.append(outcome(recipe, place))
+        kept = checkpoint.load(place, recipe)
+        found.append({"kept": 0 if kept is None else len(kept.rows), "outcome": outcome(recipe, place)})
     raise RuntimeError("no run got through")
 
 
