@@ -24,6 +24,7 @@ from .models import build
 from .recipe import Recipe
 from .registry import Context
 from .results import Row
+from .seeds import mixed
 from .sources import open_source
 from .watch import Watch
 
