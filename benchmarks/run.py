@@ -33,7 +33,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="CPU threads; torch's own number unless given")
     parser.add_argument("--quick", action="store_true", help="on cuda: two activations and few rounds, about a minute")
     parser.add_argument("--json", type=Path, help="write all timings to this file")
-    parser.add_argument("--commit", help="of the source, where it is no git checkout")
     arguments = parser.parse_args()
     try:
         bench.check_arguments(arguments.device, arguments.rounds, arguments.threads, arguments.quick)
@@ -50,8 +49,6 @@ def main() -> None:
     else:
         result = bench.run(rounds=arguments.rounds, threads=arguments.threads)
         lines = cpu_lines(result)
-    if result["provenance"]["commit"] is None:
-        result["provenance"]["commit"] = arguments.commit
     if arguments.json is not None:
         write_text_atomically(arguments.json, json.dumps(result, indent=1) + "\n")
     print("\n".join(lines))

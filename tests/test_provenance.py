@@ -75,6 +75,8 @@ def test_commit_is_known_in_a_checkout_only_and_marked_when_dirty(tmp_path, monk
 def test_commit_is_none_without_git(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert provenance()["commit"] is None
+    monkeypatch.setenv("ITERNORM_COMMIT", "abc123")
+    assert provenance()["commit"] == "abc123"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

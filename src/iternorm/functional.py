@@ -1,8 +1,9 @@
 """Public functions: check the arguments, choose the implementation, nothing else.
 
-The signatures follow `torch.nn.functional.batch_norm`. ``impl="auto"`` takes the Triton kernels on CUDA
-tensors in half, bfloat16 or single precision, for Newton's iteration with groups of up to 128 channels and for ZCA, which
-they compute by that iteration run to convergence, with groups of up to 64, and the torch path for the rest; ``impl="reference"`` is the paper written plainly. An implementation that is named and cannot run raises.
+The signatures follow `torch.nn.functional.batch_norm`. ``impl="auto"`` takes the Triton kernels on CUDA tensors in
+half, bfloat16 or single precision, for Newton's iteration with groups of up to 128 channels, and for ZCA with groups of
+up to 64, which they compute by that iteration run to convergence; it takes the torch path for the rest.
+``impl="reference"`` is the paper written plainly. An implementation that is named and cannot run raises.
 """
 
 import torch

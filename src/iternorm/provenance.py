@@ -19,7 +19,8 @@ def provenance(device: str = "cpu") -> dict:
 
     Returns:
         A dictionary that `json.dumps` takes: `machine`, `os`, `python`, `torch`, `iternorm`, `commit` (with ``-dirty``
-        where tracked files differ from it, None where the source is not a checkout of the project) and `time` (UTC).
+        where tracked files differ from it; where the source is not a checkout of the project, the environment variable
+        ``ITERNORM_COMMIT`` or None) and `time` (UTC).
 
     Raises:
         ValueError: `device` is a CUDA device and this machine has none.
@@ -54,7 +55,7 @@ def provenance(device: str = "cpu") -> dict:
         "python": platform.python_version(),
         "torch": libraries,
         "iternorm": __version__,
-        "commit": _source_commit(),
+        "commit": _source_commit() or os.environ.get("ITERNORM_COMMIT") or None,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

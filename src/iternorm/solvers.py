@@ -49,9 +49,7 @@ def cholesky(covariance: Tensor) -> Tensor:
     return _Solve.apply(covariance, "cholesky", 0)  # pyright: ignore[reportReturnType]
 
 
-def solve(
-    covariance: Tensor, solver: str, num_iters: int, keep: bool = False
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def solve(covariance: Tensor, solver: str, num_iters: int, keep: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The whitening matrix, and what `solve_backward` needs beside the covariance and the whitening matrix.
 
     With `keep`, that includes 2 T - 2 matrices of Newton's iteration, which would otherwise be computed once more.
