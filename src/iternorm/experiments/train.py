@@ -225,8 +225,12 @@ class _Run:
             if self.accelerator.is_main_process and (is_last or begun - last_saved >= least_age):
                 checkpoint.save(self.context.folder, self.recipe, rows, self.model, self.optimizer)
                 last_saved = time.monotonic()
+<<<<<<< HEAD
                 if checkpoint_seconds is None:
                     least_age = max(CHECKPOINT_SECONDS, CHECKPOINT_SHARE * (last_saved - begun))
+=======
+        self.watch.end()
+>>>>>>> train
         return rows
 
     def _resume(self) -> list[Row]:
