@@ -118,7 +118,8 @@ def _section(experiment: Experiment, state: State, claims: Sequence[Claim], root
     if not state.missing:
         blocks.append(f"**Command:** `{experiment.field('Command')}`")
     if state.finished:
-        blocks.append(_Table(("machine", "software", "commit", "date", "runs", "time, added up"), _origins(state.finished)))
+        columns = ("machine", "software", "commit", "date", "runs", "time, added up")
+        blocks.append(_Table(columns, _origins(state.finished)))
     return blocks
 
 

@@ -31,8 +31,9 @@ from .watch import Watch
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# A checkpoint is skipped where the last one is younger than this.
-CHECKPOINT_SECONDS = 10.0
+# A checkpoint is skipped where the last one is younger than this, or than so many times what writing it took: on a slow
+# disk checkpoints of short epochs would otherwise take longer than the epochs.
+CHECKPOINT_SECONDS, CHECKPOINT_SHARE = 10.0, 20
 
 
 class Period(NamedTuple):
@@ -81,7 +82,8 @@ def train(
         recipe: What to train.
         context: Where to train, where to keep checkpoints, how to report.
         folder: Of the data; see `iternorm.experiments.data`.
-        checkpoint_seconds: The least age of the last checkpoint for a new one, `CHECKPOINT_SECONDS` unless given. The
+        checkpoint_seconds: The least age of the last checkpoint for a new one. Unless given, `CHECKPOINT_SECONDS`, or
+            more where writing takes more than a twentieth of the time. The
             last row always has one.
         capture: Replay forward and backward from a CUDA graph; None is where `graph.is_capturable` says so.
 
@@ -96,7 +98,7 @@ def train(
     """
     with _settings(recipe, context) as accelerator:
         run = _Run(recipe, context, accelerator, folder, capture)
-        return run(CHECKPOINT_SECONDS if checkpoint_seconds is None else checkpoint_seconds)
+        return run(checkpoint_seconds)
 
 
 @contextmanager
@@ -198,10 +200,11 @@ class _Run:
             model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         return model.to(self.accelerator.device)
 
-    def __call__(self, checkpoint_seconds: float) -> list[Row]:
+    def __call__(self, checkpoint_seconds: float | None) -> list[Row]:
         rows = self._resume()
         self._start_tracking(rows)
         last_saved = time.monotonic()
+        least_age = CHECKPOINT_SECONDS if checkpoint_seconds is None else checkpoint_seconds
         batches = None
         for number in range(len(rows), len(self.periods)):
             if rows and rows[-1].get("diverged"):
@@ -218,9 +221,12 @@ class _Run:
                 {name.replace("_", "/", 1): value for name, value in row.items() if isinstance(value, float)},
                 step=row["iteration"],
             )
-            if self.accelerator.is_main_process and (is_last or time.monotonic() - last_saved >= checkpoint_seconds):
+            begun = time.monotonic()
+            if self.accelerator.is_main_process and (is_last or begun - last_saved >= least_age):
                 checkpoint.save(self.context.folder, self.recipe, rows, self.model, self.optimizer)
                 last_saved = time.monotonic()
+                if checkpoint_seconds is None:
+                    least_age = max(CHECKPOINT_SECONDS, CHECKPOINT_SHARE * (last_saved - begun))
         self.watch.end()
         return rows
 
