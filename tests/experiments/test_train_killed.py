@@ -38,6 +38,6 @@ def test_killed_at_every_step_of_writing_a_checkpoint(results, name):
 
 @pytest.mark.parametrize("name", ["epochs", "inside"])
 def test_killed_at_random_moments(results, name):
-    assert sum(trial["kills"] for trial in results[name]["random"]) >= 1
     for trial in results[name]["random"]:
+        assert trial["kills"] >= 2
         assert trial["outcome"] == results[name]["expected"]
