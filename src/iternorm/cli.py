@@ -293,7 +293,9 @@ def run(
     jobs = registry.select(registry.get_all(experiments), registry.Plan(smoke, device, seeds), only or ())
     options = sweep.Options(device, tensorboard, compile)
     silent = not sweep.is_first_process()
-    output = Console(quiet=True) if silent else console
+    # Where both are one terminal, lines have to pass through the console that draws the bars.
+    output = _errors if console.is_terminal and _errors.is_terminal else console
+    output = Console(quiet=True) if silent else output
     with _variable("ITERNORM_DATA", data), _progress(TextColumn("{task.fields[values]}"), disable=silent) as progress:
         bars = screen.Bars(progress, jobs)
         if ray is not None:

@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 
 from iternorm.experiments import checkpoint, generated
+from iternorm.experiments.graph import EagerStep
 from iternorm.experiments.recipe import Recipe
 from iternorm.experiments.registry import Context
 from iternorm.experiments.train import train
@@ -34,7 +35,7 @@ RECIPES = {
     "epochs": Recipe("generated-mnist", "mlp", "IterNorm T=3", 64, 0.1, 3, momentum=0.9, **DATA),
     "inside": Recipe("generated-mnist", "mlp", "BN", 2, 0.05, 1, momentum=0.9, record_every=50, **DATA),
 }
-RANDOM_KILLS = 6
+RANDOM_KILLS = 4
 
 
 def in_fork(function):
@@ -109,22 +110,43 @@ def killed_while_writing(recipe, folder):
             return found
         if not os.WIFSIGNALED(status):
             raise RuntimeError(f"a run failed with status {status} before it was killed at event {event}")
-        found.append(outcome(recipe, place))
+        kept = checkpoint.load(place, recipe)
+        found.append({"kept": 0 if kept is None else len(kept.rows), "outcome": outcome(recipe, place)})
     raise RuntimeError("no run got through")
 
 
-def killed_at_random(recipe, folder, seconds):
-    """Kill one run many times, at random moments, before it may end."""
-    choices = random.Random(0)
+def killed_at_random(recipe, folder, seed):
+    """Kill one run again and again, before a step drawn at random, and last from outside at a random time."""
+    choices = random.Random(seed)
     kills = 0
     for _ in range(RANDOM_KILLS):
-        pid = in_fork(lambda: finish(recipe, folder))
-        # Early moments more often: a run that got far leaves less to kill.
-        time.sleep(seconds * choices.random() ** 2)
-        os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
+        step = choices.randint(1, recipe.record_every or 4)
+
+        def work(step=step):
+            kill_before(step)
+            finish(recipe, folder)
+
+        _, status = os.waitpid(in_fork(work), 0)
         kills += os.WIFSIGNALED(status)
+    pid = in_fork(lambda: finish(recipe, folder))
+    time.sleep(choices.uniform(0, 0.2))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
     return {"kills": kills, "outcome": outcome(recipe, folder)}
+
+
+def kill_before(step):
+    """Let this process be killed just before its n-th step of training."""
+    real, taken = EagerStep.__call__, 0
+
+    def counted(self, images, labels):
+        nonlocal taken
+        taken += 1
+        if taken == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(self, images, labels)
+
+    EagerStep.__call__ = counted
 
 
 def main(folder):
@@ -133,15 +155,10 @@ def main(folder):
     for name, recipe in RECIPES.items():
         place = folder / name
         place.mkdir()
-        seconds = []
-        for number in range(2):
-            started = time.perf_counter()
-            expected = outcome(recipe, place / f"whole{number}")
-            seconds.append(time.perf_counter() - started)
         results[name] = {
-            "expected": expected,
+            "expected": outcome(recipe, place / "whole"),
             "writing": killed_while_writing(recipe, place),
-            "random": [killed_at_random(recipe, place / f"random{number}", min(seconds)) for number in range(2)],
+            "random": [killed_at_random(recipe, place / f"random{seed}", seed) for seed in range(3)],
         }
     print(json.dumps(results))
 

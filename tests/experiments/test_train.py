@@ -133,7 +133,9 @@ def test_a_run_with_dropout_resumes_inside_an_epoch(tmp_path, monkeypatch):
 def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
     rows = train(MLP, context(tmp_path))
     monkeypatch.setattr(train_module._Run, "_train", None)
-    assert train(MLP, context(tmp_path)) == rows
+    told = []
+    assert train(MLP, context(tmp_path, lambda done, total, **values: told.append((done, total)))) == rows
+    assert told == [(18, 18)]
 
 
 def test_checkpoints_are_as_far_apart_as_they_should_be(tmp_path, monkeypatch):
@@ -162,7 +164,9 @@ def test_a_run_that_was_cut_short_on_disk_starts_anew(tmp_path):
 
 def test_a_diverged_run_ends_and_says_so(tmp_path):
     recipe = replace(MLP, norm="plain", lr=1e6, epochs=50, eval_every=1)
-    rows = train(recipe, context(tmp_path))
+    told = []
+    rows = train(recipe, context(tmp_path, lambda done, total, **values: told.append((done, total))))
+    assert told[-1] == (300, 300)
     assert len(rows) < 50
     assert rows[-1]["diverged"] is True
     assert rows[-1]["train_loss"] is None
@@ -304,15 +308,8 @@ def test_what_can_be_captured(monkeypatch):
     # Without triton or with large groups ZCA is an eigendecomposition, which makes the host wait.
     monkeypatch.setattr(fused, "no_kernels", lambda x, size, solver: None if size <= 64 else "too large")
     monkeypatch.setattr(graph, "_like", lambda layer: type("OnGpu", (), {"is_cuda": True})())
-    cases = [
-        ("plain", True),
-        ("BN", True),
-        ("IterNorm T=5", True),
-        ("DBN-16", True),
-        ("DBN", False),
-        ("DBN-16 pca", False),
-    ]
-    for norm, expected in cases:
+    captured = {"plain": True, "BN": True, "IterNorm T=5": True, "DBN-16": True, "DBN": False, "DBN-16 pca": False}
+    for norm, expected in captured.items():
         model = build("mlp", norm, 10, (1, 4, 4))
         assert is_capturable(model, gpu, 1) is expected
         assert not is_capturable(model, gpu, 2)

@@ -16,16 +16,18 @@ from iternorm.experiments.recipe import Recipe
 from iternorm.experiments.registry import Context
 from iternorm.experiments.train import train
 
-torch.set_num_threads(1)
-torch.manual_seed(int(os.environ["RANK"]))
 
-folder = Path(sys.argv[2])
-told = []
-rows = []
-for config in json.loads(Path(sys.argv[1]).read_text()):
-    place = folder / config["job"]
-    context = Context("cpu", lambda done, total, **values: told.append(done), place)
-    rows.append(train(Recipe.from_config(config), context, checkpoint_seconds=0))
-result = {"rows": rows, "told": len(told), "size": torch.distributed.get_world_size()}
-(folder / f"rows-{os.environ['RANK']}.json").write_text(json.dumps(result))
-torch.distributed.destroy_process_group()
+def main(recipes, folder):
+    torch.set_num_threads(1)
+    torch.manual_seed(int(os.environ["RANK"]))
+    told, rows = [], []
+    for config in json.loads(recipes.read_text()):
+        context = Context("cpu", lambda done, total, **values: told.append(done), folder / config["job"])
+        rows.append(train(Recipe.from_config(config), context, checkpoint_seconds=0))
+    result = {"rows": rows, "told": len(told), "size": torch.distributed.get_world_size()}
+    (folder / f"rows-{os.environ['RANK']}.json").write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

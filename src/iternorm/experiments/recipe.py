@@ -31,7 +31,8 @@ class Recipe:
         norm_eps: The eps of the normalization.
         dropout: The share of activations that are dropped, in networks that have dropout.
         augment: Crop and flip the training images at random.
-        precision: ``fp32`` is torch's defaults, ``tf32`` lets matrix products be in TF32, ``bf16`` is autocast.
+        precision: ``fp32`` is torch's defaults, in which a GPU's convolutions are in TF32; ``tf32`` lets products of
+            matrices be so too; ``bf16`` is autocast, and TF32 for what stays in fp32.
         channels_last: The memory format of images and weights.
         eval_every: Rows between evaluations on the test set, so epochs where `record_every` is None; the last always
             has one.

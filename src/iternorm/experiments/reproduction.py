@@ -118,7 +118,8 @@ def _section(experiment: Experiment, state: State, claims: Sequence[Claim], root
     if not state.missing:
         blocks.append(f"**Command:** `{experiment.field('Command')}`")
     if state.finished:
-        blocks.append(_Table(("machine", "software", "commit", "date", "runs", "time"), _origins(state.finished)))
+        columns = ("machine", "software", "commit", "date", "runs", "time, added up")
+        blocks.append(_Table(columns, _origins(state.finished)))
     return blocks
 
 
@@ -202,8 +203,8 @@ def duration(seconds: float) -> str:
     """A length of time, for reading.
 
     Example:
-        >>> duration(0.42), duration(75), duration(7300)
-        ('0.4 s', '1 min 15 s', '2 h 2 min')
+        >>> duration(0.42), duration(75), duration(7380)
+        ('0.4 s', '1 min 15 s', '2 h 3 min')
     """
     if seconds < 60:
         return f"{seconds:.1f} s"

@@ -227,6 +227,7 @@ class _Run:
                 last_saved = time.monotonic()
                 if checkpoint_seconds is None:
                     least_age = max(CHECKPOINT_SECONDS, CHECKPOINT_SHARE * (last_saved - begun))
+        self.watch.end()
         return rows
 
     def _resume(self) -> list[Row]:

@@ -37,7 +37,7 @@ class Watch:
         if self._on_gpu:
             self._copy = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
             self._copied = torch.cuda.Event()
-        self._reported = 0.0
+        self._reported, self._last = 0.0, -1
 
     def begin(self, done: int) -> None:
         """A row begins after so many iterations of the run."""
@@ -81,5 +81,10 @@ class Watch:
 
     def report(self, done: int, **values: float) -> None:
         """Tell the progress: so many iterations of the run are done."""
-        self._reported = time.perf_counter()
+        self._reported, self._last = time.perf_counter(), done
         self._step(done, self._total, **values)
+
+    def end(self) -> None:
+        """Tell that the run is at its end, where that is new: it diverged, or was finished before."""
+        if self._last != self._total:
+            self.report(self._total)
