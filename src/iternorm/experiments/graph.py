@@ -146,5 +146,10 @@ def _waits(layer: WhiteningNorm) -> bool:
     """Eigendecompositions read their error codes on the host; ZCA in the kernels has none."""
     if layer.solver != "zca":
         return layer.solver == "pca"
-    like = torch.empty(1, layer.num_features, device="cuda")
-    return choose_impl(layer.impl, like, effective_size(layer.num_features, layer.group_size), "zca") != "triton"
+    size = effective_size(layer.num_features, layer.group_size)
+    return choose_impl(layer.impl, _like(layer), size, "zca") != "triton"
+
+
+def _like(layer: WhiteningNorm) -> Tensor:
+    """An activation of a layer on the GPU."""
+    return torch.empty(1, layer.num_features, device="cuda")

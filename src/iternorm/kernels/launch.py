@@ -25,7 +25,16 @@ def _parts_of(state: Tensor, at: State, quick: bool) -> tuple:
     """Mean, variance, flag, covariance, whitening and iterates in the state: addresses, or tensors for Triton."""
     if quick:
         base = state.data_ptr()
-        return tuple(base + 4 * offset for offset in at[:-1])
+        # Written out: a loop here costs as much as a launch.
+        mean, variance, finite, covariance, whitening, iterates, _ = at
+        return (
+            base + 4 * mean,
+            base + 4 * variance,
+            base + 4 * finite,
+            base + 4 * covariance,
+            base + 4 * whitening,
+            base + 4 * iterates,
+        )
     # Where there are no iterates their part is empty, and any memory will do for it.
     slices = [state[offset if offset < at.size else 0 :] for offset in at[:-1]]
     slices[2] = slices[2].view(torch.int32)

@@ -41,6 +41,7 @@ class Launch:
     ):
         self.kernel = kernel
         self.grid = grid
+        self._grid = (*grid, 1)
         self.integers = integers
         self.constants = constants
         self.warps = warps
@@ -61,7 +62,7 @@ class Launch:
                 *pointers, *floats, *self.integers, **self.constants, PDL=False, num_warps=self.warps
             )
         else:
-            self._call(*self.grid, 1, stream, *self._before, *pointers, *floats, *self._after)
+            self._call(*self._grid, stream, *self._before, *pointers, *floats, *self._after)
 
 
 @functools.cache

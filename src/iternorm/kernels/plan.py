@@ -242,7 +242,7 @@ class Plan:
         if size is None:
             padded, count = self.shape.padded, self.shape.num_groups
             size = self._sizes[name] = (self.launch(name).grid[0] * (padded + 2) + 2 * padded) * count * padded
-        if stream is None or torch.cuda.is_current_stream_capturing():
+        if stream is None or torch._C._cuda_isCurrentStreamCapturing():
             return x.new_empty(size, dtype=torch.float32)
         shared = _workspaces.get((self.key.device, stream))
         if shared is None or shared.numel() < size:
