@@ -36,10 +36,11 @@ def runs(tmp_path_factory):
     (folder / "recipes.json").write_text(json.dumps([recipe.to_config(job) for job, recipe in RECIPES.items()]))
     script = Path(__file__).with_name("torchrun_training.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     command = [*launch, str(script), str(folder / "recipes.json"), str(folder)]
     finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    # What went wrong comes first, torchrun's own account of it last.
+    assert finished.returncode == 0, finished.stderr[:6000]
     results = [json.loads((folder / f"rows-{rank}.json").read_text()) for rank in range(2)]
     assert [result["size"] for result in results] == [2, 2]
     return folder, results

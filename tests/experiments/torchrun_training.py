@@ -26,6 +26,7 @@ def main(recipes, folder):
         rows.append(train(Recipe.from_config(config), context, checkpoint_seconds=0))
     result = {"rows": rows, "told": len(told), "size": torch.distributed.get_world_size()}
     (folder / f"rows-{os.environ['RANK']}.json").write_text(json.dumps(result))
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 

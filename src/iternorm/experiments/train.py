@@ -227,6 +227,8 @@ class _Run:
                 last_saved = time.monotonic()
                 if checkpoint_seconds is None:
                     least_age = max(CHECKPOINT_SECONDS, CHECKPOINT_SHARE * (last_saved - begun))
+        # No process goes on, or leaves the group, while the first one still writes the last checkpoint.
+        self.accelerator.wait_for_everyone()
         self.watch.end()
         return rows
 
