@@ -6,7 +6,7 @@ Claim: with the full batch all normalization methods improve the network signifi
 efficiently than IterNorm and has a diminished test performance; with batches of 2 BN can hardly learn, and the network
 without normalization learns well.
 Command: iternorm run fig3 [--device cuda] && iternorm plot fig3
-Cost: 40 runs, about 15 minutes on a GPU; most of it is DBN with batches of 2.
+Cost: 40 runs, not timed yet.
 The paper got: curves without numbers.
 Departures: the paper gives no number of iterations (ours: 200 with the full batch, 30,000, one epoch, with batches of
 2), no momentum (ours: none), no eps (ours: 1e-5) and no number of runs (ours: one seed). DBN and IterNorm (T=5) whiten

@@ -5,12 +5,12 @@ batch 256 and 1.0; 160 epochs, the rate divided by 5 after 60 and 120; three see
 Claim: IterNorm (T=5, all channels together) converges the fastest with respect to epochs and generalizes the best; DBN
 (groups of 16) has better optimization and generalization than BN.
 Command: iternorm run fig6 --device cuda && iternorm plot fig6
-Cost: 39 runs on a GPU, of minutes each, DBN's of hours; the basic configuration is --only basic --seeds 1.
+Cost: 39 runs on a GPU, not timed yet; the basic configuration is --only basic --seeds 1.
 The paper got: IterNorm reduces the test error of BN by 0.79, 0.53, 1.11 and 0.75 points in the four configurations,
 that of DBN by 0.22, 0.37, 1.05 and 0.58; otherwise curves without numbers.
 Departures: matrix products in TF32, images in channels_last. Where the paper is silent its Lua code is followed:
 momentum 0.9 without Nesterov, no weight decay, reflection-padded crops, an eps of 1e-3 for BN; DBN's eps is 1e-3 (there
-1e-5), which its eigendecomposition needs. In the basic configuration IterNorm in groups of 64 is shown too.
+1e-5). In the basic configuration IterNorm in groups of 64 is shown too.
 """
 
 from collections.abc import Sequence

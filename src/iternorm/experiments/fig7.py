@@ -5,7 +5,7 @@ Reproduces: the paper's Figure 7, in the basic configuration of Figure 6: (a) T 
 Claim: the fewest (T=0) and the most (T=7) iterations both learn less efficiently than those between, and T=7 has a
 significantly worse test performance; IterNorm is not sensitive to a large group size, in training and in testing.
 Command: iternorm run fig7 --device cuda && iternorm plot fig7
-Cost: 27 runs on a GPU, of minutes each; 6 of them are Figure 6's.
+Cost: 27 runs on a GPU, not timed yet; 6 of them are Figure 6's.
 The paper got: curves without numbers.
 Departures: those of Figure 6. 160 epochs for the groups too, as the paper says; its scripts have 200.
 """
