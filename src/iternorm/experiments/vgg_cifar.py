@@ -19,7 +19,7 @@ CHANNELS_LAST = True
 # The paper averages three runs.
 SEEDS = 3
 EPOCHS, MILESTONES, GAMMA, MOMENTUM = 160, (60, 120), 0.2, 0.9
-# BN's is the Lua code's. DBN's Lua scripts have 1e-5, with which its eigendecomposition is less stable.
+# BN's is the Lua code's. DBN's Lua scripts have 1e-5.
 EPS = {"BN": 1e-3, "DBN-16": 1e-3}
 
 
