@@ -146,14 +146,14 @@ def test_the_printed_lines_show_every_row_and_every_failure(result):
 def test_markdown_has_a_line_a_case_and_a_network(result):
     lines = cuda.markdown(result).splitlines()
     table = [line for line in lines if line.startswith("|")]
-    assert len(table) == 2 + 4 + 2 + 4
+    assert len(table) == 2 + 4 + 2 + 5
     widths = [line.count("|") for line in table]
     assert set(widths[:6]) == {13}
     assert set(widths[6:]) == {9}
     assert table[2].startswith("| 6x8x4x4 fp32 | ")
     assert "| 1000 / 1000 |" in table[2]
-    assert "DBN d=16" in table[-1]
-    assert "1366" in table[-1]
+    assert "DBN d=16" in table[-2]
+    assert "1366" in table[-2]
     rows = cuda.markdown_targets(result).splitlines()
     assert len(rows) == 2 + len(result["targets"])
 

@@ -86,7 +86,7 @@ def test_a_training_step_of_every_normalization(setting, small_batch):
     found = training.run_setting(setting, training.norms(), gpu, rounds=5, network=tiny_vgg)
     assert json.loads(json.dumps(found)) == found
     rows = {row["name"]: row for row in found["networks"]}
-    assert list(rows) == ["BatchNorm2d", "IterNorm d=64", "IterNorm full", "DBN d=16"]
+    assert list(rows) == ["BatchNorm2d", "IterNorm d=64", "IterNorm full", "DBN d=16", "DBN d=16 kernels"]
     for row in rows.values():
         assert row["failed"] is None
         assert (row["step_ms"], row["peak_bytes"]) == (2.0, 1000)

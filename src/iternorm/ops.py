@@ -124,6 +124,8 @@ class _Whiten(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *_unused):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad is None:
+            return (None,) * 8
         x, weight, bias, mean, whitening, num_samples, *state = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -235,9 +237,7 @@ def fold_affine(
 
 
 def _regularized(covariance: Tensor, eps: float) -> Tensor:
-    regularized = covariance.clone()
-    regularized.diagonal(dim1=-2, dim2=-1).add_(eps)
-    return regularized
+    return covariance + eps * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
 
 
 def _scale_rows(matrix: Tensor, weight: Tensor | None, group_size: int) -> Tensor:
