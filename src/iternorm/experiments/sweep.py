@@ -217,4 +217,6 @@ class _Ranks:
     def end(self) -> None:
         """Part in peace. Not for a process that has failed: the others may be waiting elsewhere."""
         if self._state is not None:
+            # A process that is gone is an error to those that still talk to it.
+            self._state.wait_for_everyone()
             self._state.destroy_process_group()
