@@ -194,6 +194,8 @@ def convert_to_batchnorm(model: nn.Module, *, report: ConversionReport | None = 
 
 
 def _diagonal_obstacle(layer: WhiteningNorm) -> str | None:
+    if layer.activation is not None:
+        return f"has activation={layer.activation!r} in it, which no BatchNorm has; put a module behind it instead"
     if layer.running_whitening is None:
         return None
     if layer.solver == "pca":
@@ -210,7 +212,8 @@ def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
     new: Any = base(*args, *([layer.process_group] if base is nn.SyncBatchNorm else []), device="meta")
     if isinstance(whitening, Followed):
         new.__class__ = whitening.batchnorm_class
-    whitening_words = ("group_size", "num_iters", "running", "impl", "solver", "followers", "batchnorm_class")
+    whitening_words = ("group_size", "num_iters", "running", "impl", "activation", "solver", "followers")
+    whitening_words += ("batchnorm_class", "_checked", "_matrix_shape")
     matrices = ("running_whitening", "running_covariance")
     replace.carry(layer, new, without=(*whitening_words, *matrices, "process_group", "_agreed"))
     new.track_running_stats = layer.track_running_stats
@@ -260,6 +263,7 @@ running='whitening')
 def _synchronized(layer: Any, process_group: Any) -> SyncIterNorm:
     impl = "torch" if layer.impl == "torch" else "auto"
     words = {"group_size": layer.group_size, "num_iters": layer.num_iters, "running": layer.running, "impl": impl}
+    words["activation"] = layer.activation
     kind = FOLLOWED[SyncIterNorm] if isinstance(layer, Followed) else SyncIterNorm
     result = kind(
         layer.num_features,

@@ -112,7 +112,7 @@ def _fold_all(model: nn.Module, flow: dataflow.Flow, max_growth: float, table: F
             if reason is None and neighbour is not None:
                 layer = current.get(neighbour, neighbour)
                 if how == "previous":
-                    current[neighbour] = fold_layers.fold_into_previous_layer(layer, norm)
+                    current[neighbour] = fold_layers.fold_into_previous_layer(layer, _linear_part(norm))
                 else:
                     current[neighbour] = fold_layers.fold_into_next_layer(norm, layer)
                 place = nn.Identity()
@@ -121,7 +121,8 @@ def _fold_all(model: nn.Module, flow: dataflow.Flow, max_growth: float, table: F
             reasons.append(f"{how}: {reason}")
         if place is None:
             dimensions = flow.dimensions[norm]
-            place = fold_layers.fold_pointwise(norm, next(iter(dimensions)) if len(dimensions) == 1 else None)
+            known = next(iter(dimensions)) if len(dimensions) == 1 else None
+            place = fold_layers.fold_pointwise(_linear_part(norm), known)
             table.append(Folded(names[norm], "pointwise", "", "; ".join(reasons)))
         current[norm] = _in_place_of(norm, place)
     return replace.replace_modules(model, current)
@@ -131,7 +132,7 @@ def _reason_against(
     how: str, norm: Any, layer: Any, matrix: Tensor, flow: dataflow.Flow, max_growth: float
 ) -> str | None:
     """Why a norm does not go into a neighbour; None where it does."""
-    if how == "next" and isinstance(norm, Followed):
+    if how == "next" and (isinstance(norm, Followed) or norm.activation is not None):
         return "an activation lies between"
     if isinstance(layer, nn.Linear):
         dimensions = flow.dimensions[norm]
@@ -158,10 +159,19 @@ def _width(layer: Any, how: str) -> int:
     return layer.out_channels if how == "previous" else layer.in_channels
 
 
+def _linear_part(norm: WhiteningNorm) -> WhiteningNorm:
+    """The norm without its activation, which `_in_place_of` puts back."""
+    bare = copy.copy(norm)
+    bare.activation = None
+    return bare
+
+
 def _in_place_of(norm: WhiteningNorm, layer: nn.Module) -> nn.Module:
     """What stands where the norm stood: the layer, the modules that followed the norm inside it, and its hooks."""
+    kept: list[tuple[str, nn.Module]] = [] if norm.activation is None else [("activation", nn.ReLU())]
     if isinstance(norm, Followed):
-        kept = [(name, norm.get_submodule(name)) for name in norm.followers]
+        kept += [(name, norm.get_submodule(name)) for name in norm.followers]
+    if kept:
         layer = nn.Sequential(OrderedDict([("map", layer), *kept]))
     replace.carry_hooks(norm, layer)
     return layer.eval()

@@ -16,7 +16,10 @@ from iternorm.modules import WhiteningNorm, _Rank2d, _Rank3d
 
 
 def eval_map(norm: WhiteningNorm) -> tuple[Tensor, Tensor]:
-    """A ``[C, C]`` (block-diagonal) and c ``[C]`` of the layer's eval output y = A x + c, in fp64."""
+    """A ``[C, C]`` (block-diagonal) and c ``[C]`` of the layer's eval output y = A x + c, in fp64.
+
+    An activation that the layer has comes after it.
+    """
     if norm.running_mean is None:
         raise ValueError(
             f"{type(norm).__name__} keeps no running statistics (track_running_stats=False), so it has no fixed map"
@@ -159,6 +162,7 @@ def fold_pointwise(norm: WhiteningNorm, dimensions: int | None = None) -> nn.Mod
         dimensions: of its input, where known; the norm of 2-D and 3-D images knows by itself.
     """
     _check_eval(norm)
+    _check_linear(norm)
     matrix, offset = eval_map(norm)
     like: Any = {"device": norm.running_mean.device, "dtype": norm.running_mean.dtype}  # pyright: ignore
     channels = norm.num_features
@@ -183,6 +187,14 @@ class PointwiseMap(nn.Conv1d):
         return super().forward(planes).view(input.shape)
 
 
+def _check_linear(norm: WhiteningNorm) -> None:
+    if norm.activation is not None:
+        raise ValueError(
+            f"{type(norm).__name__} has activation={norm.activation!r} in it, which weights cannot take in; use "
+            "iternorm.fold, which leaves it in place, or set norm.activation to None and put a module behind it"
+        )
+
+
 def _check_eval(norm: WhiteningNorm) -> None:
     if norm.training:
         raise ValueError(f"{type(norm).__name__} is in training mode: its map is the batch's; call eval() first")
@@ -190,6 +202,7 @@ def _check_eval(norm: WhiteningNorm) -> None:
 
 def _check_pair(layer: Any, norm: WhiteningNorm) -> None:
     _check_eval(norm)
+    _check_linear(norm)
     if not dataflow.is_linear_map(layer):
         raise TypeError(
             f"{type(layer).__name__} is not a convolution or linear layer of torch.nn that can be folded into"

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from iternorm import collective, fused, groups, ops, plain, reference
 
 IMPLS = ("auto", "triton", "torch", "reference")
+ACTIVATIONS = ("relu",)
 
 
 def iter_norm(
@@ -30,6 +31,7 @@ def iter_norm(
     group_size: int | None = 64,
     num_iters: int = 5,
     impl: str = "auto",
+    activation: str | None = None,
 ) -> Tensor:
     """Iterative normalization: whiten each group of channels by `num_iters` Newton steps, scale and shift.
 
@@ -53,6 +55,8 @@ def iter_norm(
         group_size: channels whitened together, the last group holding the remainder; None is all of them.
         num_iters: the paper's T, from 0.
         impl: "auto", "triton", "torch" or "reference".
+        activation: None, or "relu": the output goes through it. The kernels do that in passing, which saves reading and
+            writing the activation once more.
 
     Example:
         >>> x = torch.randn(32, 8, 4, 4)
@@ -76,6 +80,7 @@ def iter_norm(
         "newton",
         num_iters,
         impl,
+        activation,
     )
 
 
@@ -94,6 +99,7 @@ def decorrelated_batch_norm(
     group_size: int | None = 16,
     solver: str = "zca",
     impl: str = "auto",
+    activation: str | None = None,
 ) -> Tensor:
     """Decorrelated batch normalization: whiten each group of channels exactly, scale and shift.
 
@@ -115,6 +121,7 @@ def decorrelated_batch_norm(
         solver,
         0,
         impl,
+        activation,
     )
 
 
@@ -133,12 +140,14 @@ def _normalize(
     solver: str,
     num_iters: int,
     impl: str,
+    activation: str | None,
 ) -> Tensor:
     check_input(x)
     check_group_size(group_size)
     check_eps(eps)
     check_momentum(momentum)
     check_impl(impl)
+    check_activation(activation)
     num_features = x.shape[1]
     size = groups.effective_size(num_features, group_size)
     matrix_shape = (groups.num_groups(num_features, group_size), size, size)
@@ -169,7 +178,7 @@ def _normalize(
         statistics = ops.Running(
             running_mean, running_matrix, num_batches_tracked, momentum, running_covariance is not None
         )
-    return normalize(x, statistics, weight, bias, training, eps, size, solver, num_iters, impl)
+    return normalize(x, statistics, weight, bias, training, eps, size, solver, num_iters, impl, activation)
 
 
 def normalize(
@@ -183,6 +192,7 @@ def normalize(
     solver: str,
     num_iters: int,
     impl: str,
+    activation: str | None = None,
     process_group: collective.Group | None = None,
 ) -> Tensor:
     """What a layer calls, its arguments checked: choose the implementation and run it.
@@ -198,8 +208,8 @@ def normalize(
             if statistics.is_covariance:
                 whitening, _ = ops.inverse_sqrt(whitening, x.shape[1], group_size, solver, num_iters, eps)
         if impl == "triton" and fused.can_infer(x, weight, bias):
-            return fused.infer_fused(x, whitening, mean, weight, bias, group_size)
-        return apply(x, whitening, mean, weight, bias, group_size)
+            return fused.infer_fused(x, whitening, mean, weight, bias, group_size, activation is not None)
+        return _activated(apply(x, whitening, mean, weight, bias, group_size), activation)
 
     if process_group is None and x.numel() // x.shape[1] <= 1:
         raise ValueError(
@@ -207,14 +217,19 @@ def normalize(
             "use a larger batch, or eval mode"
         )
     if impl == "triton":
-        return fused.whiten_fused(x, weight, bias, fused.Settings(group_size, solver, num_iters, eps), statistics)
+        settings = fused.Settings(group_size, solver, num_iters, eps, activation is not None)
+        return fused.whiten_fused(x, weight, bias, settings, statistics)
     if impl == "reference":
         y, mean, covariance, whitening = _reference(x, weight, bias, group_size, solver, num_iters, eps)
     else:
         y, mean, covariance, whitening = ops.whiten(x, weight, bias, group_size, solver, num_iters, eps, process_group)
     if statistics is not None:
         ops.update_running(statistics, mean, covariance, whitening)
-    return y
+    return _activated(y, activation)
+
+
+def _activated(y: Tensor, activation: str | None) -> Tensor:
+    return y if activation is None else F.relu(y)
 
 
 def apply(
@@ -264,6 +279,11 @@ def _reference(x, weight, bias, group_size, solver, num_iters, eps):
 def check_impl(impl: str) -> None:
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} is not known; choose one of {', '.join(map(repr, IMPLS))}")
+
+
+def check_activation(activation: str | None) -> None:
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f'activation={activation!r} is not known; use "relu", or None and a module after the layer')
 
 
 def choose_impl(impl: str, x: Tensor, group_size: int, solver: str) -> str:

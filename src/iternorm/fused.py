@@ -48,6 +48,7 @@ class Settings(NamedTuple):
     solver: str
     num_iters: int
     eps: float
+    relu: bool = False
 
     @property
     def steps(self) -> int:
@@ -80,24 +81,26 @@ class _WhitenEager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, settings, statistics):
-        group_size, solver, num_iters, eps = settings
+        group_size, solver, num_iters, eps, relu = settings
         exact = solver == "zca"
         with _on_device(x):
             y, state, ctx.plan = kernels().forward(
-                x, weight, bias, group_size, ZCA_STEPS if exact else num_iters, eps, statistics, exact
+                x, weight, bias, group_size, ZCA_STEPS if exact else num_iters, eps, statistics, exact, relu
             )
-        ctx.save_for_backward(x, weight, bias, state)
+        ctx.save_for_backward(x, weight, bias, state, y if relu else None)
         ctx.settings = settings
         return y
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias, state = ctx.saved_tensors
+        x, weight, bias, state, output = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            return *ops.differentiable_backward(grad, (x, weight, bias), needs[:3], ctx.settings), None, None
+            if output is not None:
+                grad = torch.where(output > 0, grad, 0)
+            return *ops.differentiable_backward(grad, (x, weight, bias), needs[:3], ctx.settings[:4]), None, None
         # Autograd has made the device of the gradient the current one.
-        gradients = kernels().backward(grad, x, weight, state, ctx.plan, ctx.settings[3], needs[0])
+        gradients = kernels().backward(grad, x, weight, state, ctx.plan, ctx.settings[3], needs[0], output)
         return *_wanted(gradients, weight, bias, needs), None, None
 
 
@@ -106,19 +109,20 @@ class _WhitenCompiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, settings):
-        group_size, _, _, eps = settings
-        y, state = _fused_forward_op(x, weight, bias, group_size, settings.steps, eps, settings.exact)
-        ctx.save_for_backward(x, weight, bias, state)
+        y, state = _fused_forward_op(
+            x, weight, bias, settings.group_size, settings.steps, settings.eps, settings.exact, settings.relu
+        )
+        ctx.save_for_backward(x, weight, bias, state, y if settings.relu else None)
         ctx.mark_non_differentiable(state)
         ctx.settings = settings
         return y, state
 
     @staticmethod
     def backward(ctx, grad, _unused):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias, state = ctx.saved_tensors
+        x, weight, bias, state, output = ctx.saved_tensors
         settings, needs = ctx.settings, ctx.needs_input_grad
         gradients = _fused_backward_op(
-            grad, x, weight, state, settings.group_size, settings.steps, settings.eps, settings.exact, needs[0]
+            grad, x, weight, state, output, settings.group_size, settings.steps, settings.eps, settings.exact, needs[0]
         )
         return *_wanted(gradients, weight, bias, needs), None
 
@@ -136,14 +140,21 @@ def _as(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 @torch.library.custom_op("iternorm::fused_forward", mutates_args=())
 def _fused_forward_op(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, num_iters: int, eps: float, exact: bool
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    num_iters: int,
+    eps: float,
+    exact: bool,
+    relu: bool,
 ) -> tuple[Tensor, Tensor]:
     with _on_device(x):
-        return kernels().forward(x, weight, bias, group_size, num_iters, eps, exact=exact, zeroed=True)[:2]
+        return kernels().forward(x, weight, bias, group_size, num_iters, eps, exact=exact, relu=relu, zeroed=True)[:2]
 
 
 @_fused_forward_op.register_fake
-def _(x, weight, bias, group_size, num_iters, eps, exact):
+def _(x, weight, bias, group_size, num_iters, eps, exact, relu):
     size = kernels().state_of(x.shape[1], group_size, num_iters).size
     return torch.empty_like(kernels().dense(x)), x.new_empty(size, dtype=torch.float32)
 
@@ -154,6 +165,7 @@ def _fused_backward_op(
     x: Tensor,
     weight: Tensor | None,
     state: Tensor,
+    output: Tensor | None,
     group_size: int,
     num_iters: int,
     eps: float,
@@ -161,15 +173,16 @@ def _fused_backward_op(
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with _on_device(x):
-        plan = kernels().plan_for(kernels().dense(x), weight, None, group_size, num_iters, None, exact)
-        gradients = kernels().backward(grad, x, weight, state, plan, eps, needs_input)
+        relu = output is not None
+        plan = kernels().plan_for(kernels().dense(x), weight, None, group_size, num_iters, None, exact, relu)
+        gradients = kernels().backward(grad, x, weight, state, plan, eps, needs_input, output)
     # An operator returns tensors: what was not asked for is empty.
     dx, grad_weight, grad_bias = (state.new_empty(0) if g is None else g for g in gradients)
     return dx, grad_weight, grad_bias
 
 
 @_fused_backward_op.register_fake
-def _(grad, x, weight, state, group_size, num_iters, eps, exact, needs_input):
+def _(grad, x, weight, state, output, group_size, num_iters, eps, exact, needs_input):
     dx = torch.empty_like(kernels().dense(x)) if needs_input else state.new_empty(0)
     return dx, state.new_empty(0 if weight is None else x.shape[1]), state.new_empty(x.shape[1])
 
@@ -182,11 +195,11 @@ def can_infer(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
 
 
 def infer_fused(
-    x: Tensor, whitening: Tensor, mean: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int
+    x: Tensor, whitening: Tensor, mean: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, relu: bool
 ) -> Tensor:
-    """y = diag(γ) W (x - μ) + β from running statistics, in one launch."""
+    """y = diag(γ) W (x - μ) + β from running statistics, in one launch, and what is positive of it with `relu`."""
     with _on_device(x):
-        return kernels().infer(x, whitening, mean, weight, bias, group_size)
+        return kernels().infer(x, whitening, mean, weight, bias, group_size, relu)
 
 
 def _on_device(x: Tensor):

@@ -39,6 +39,7 @@ class SyncIterNorm(_IterNorm):
         num_iters: the paper's T, the number of Newton steps, from 0.
         running: "whitening" or "covariance"; see `iternorm.modules.WhiteningNorm`.
         impl: "auto" or "torch".
+        activation: None, or "relu": the output goes through it.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class SyncIterNorm(_IterNorm):
         num_iters: int = 5,
         running: str = "whitening",
         impl: str = "auto",
+        activation: str | None = None,
     ) -> None:
         if impl in ("reference", "triton"):
             raise ValueError(f'impl="{impl}" does not synchronize; use impl="auto", or IterNorm1d/2d/3d')
         words: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
+        words["activation"] = activation
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **words)
         self.process_group = process_group
         # The group whose ranks have been seen to agree on this layer, by name.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checks import assert_same_state, relative_error, state_of
-from iternorm import IterNorm1d, IterNorm2d, IterNorm3d, fused, reference
+from iternorm import DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, IterNorm3d, fused, reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,6 +89,50 @@ def test_output_and_gradients_against_fp64(name, shape, group_size, last, precis
     for num_iters in (0, 1, 5) if shape[1] in (80, 128) else (5,):
         found = errors(layer_for(shape, group_size=group_size, num_iters=num_iters), x, torch.randn_like(x))
         assert max(found) < budget, (num_iters, found)
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize(("shape", "group_size"), [((16, 128, 16, 16), 64), ((8, 80, 7, 9), 48), ((8, 128, 9, 9), 128)])
+@pytest.mark.parametrize("last", [False, True])
+def test_an_activation_in_passing_is_one_after_the_layer(name, shape, group_size, last, precision, poisoned_memory):
+    dtype, setting, _ = BUDGETS[name]
+    precision(setting)
+    x = activation(shape, dtype, last)
+    grad = torch.randn_like(x)
+    layers = [layer_for(shape, group_size=group_size, activation=kind) for kind in ("relu", None)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    results = []
+    for layer in layers:
+        values = x.detach().clone().requires_grad_()
+        y = layer(values) if layer.activation else layer(values).relu()
+        y.backward(grad)
+        with torch.no_grad():
+            inferred = layer.eval()(x) if layer.activation else layer.eval()(x).relu()
+        results.append((y, inferred, values.grad, layer.weight.grad, layer.bias.grad))
+    # The same kernels but for the number of stages: what differs is the order of sums, if anything.
+    for actual, expected in zip(*results, strict=True):
+        assert relative_error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("last", [False, True])
+def test_zca_by_the_iteration_equals_the_eigendecomposition(dtype, last, precision):
+    # TF32 may be allowed: the iteration's products keep fp32's accuracy.
+    precision("high")
+    x = activation((16, 40, 12, 12), dtype, last)
+    layers = [
+        DecorrelatedBatchNorm2d(40, group_size=16, impl=impl, device="cuda").to(kind)
+        for impl, kind in (("triton", torch.float32), ("torch", torch.float64))
+    ]
+    grad = torch.randn_like(x)
+    results = []
+    for layer in layers:
+        values = x.detach().to(dtype if layer is layers[0] else torch.float64).requires_grad_()
+        y = layer(values)
+        y.backward(grad.to(y.dtype))
+        results.append((y, values.grad, layer.weight.grad, layer.running_whitening))
+    for actual, expected in zip(*results, strict=True):
+        assert relative_error(actual, expected) < (2e-3 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("setting", ["highest", "high"])
@@ -233,9 +277,11 @@ def test_no_synchronization_in_a_step():
 
 def test_the_operators_keep_their_contracts():
     x, weight, bias = activation((8, 80, 9, 9), torch.float32), torch.rand(80).cuda(), torch.rand(80).cuda()
-    torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 64, 5, 1e-5, False))
-    _, state = fused._fused_forward_op(x, weight, bias, 64, 5, 1e-5, False)
-    torch.library.opcheck(fused._fused_backward_op, (torch.randn_like(x), x, weight, state, 64, 5, 1e-5, False, True))
+    torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 64, 5, 1e-5, False, False))
+    y, state = fused._fused_forward_op(x, weight, bias, 64, 5, 1e-5, False, True)
+    torch.library.opcheck(
+        fused._fused_backward_op, (torch.randn_like(x), x, weight, state, y, 64, 5, 1e-5, False, True)
+    )
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -62,6 +62,52 @@ def test_output_and_gradients_equal_the_reference(shape, group_size, num_iters, 
     assert x.grad.stride() == x.stride()
 
 
+# Whole and ragged groups, both layouts, the batched iteration above 64 channels.
+ACTIVATED = [((6, 7, 3, 4), 3, False), ((6, 7, 3, 4), 3, True), ((2, 32, 9, 9), 16, True), ((3, 80, 6, 6), 72, False)]
+
+
+@pytest.mark.parametrize(("shape", "group_size", "last"), ACTIVATED)
+def test_an_activation_in_passing_is_one_after_the_layer(shape, group_size, last, poisoned_memory):
+    layers = [layer_for(shape, group_size=group_size, activation=activation) for activation in ("relu", None)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = correlated(*shape, dtype=torch.float32)
+    x = channels_last(x) if last else x
+    grad = torch.randn(shape)
+    outputs, gradients = [], []
+    for layer in layers:
+        values = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        y = layer(values)
+        y = y if layer.activation else y.relu()
+        y.backward(grad)
+        outputs.append(y)
+        gradients.append((values.grad, layer.weight.grad, layer.bias.grad))
+    assert (outputs[0] == 0).any()
+    assert relative_error(*outputs) < 1e-6
+    for actual, expected in zip(*gradients, strict=True):
+        assert relative_error(actual, expected) < 2e-6
+    with torch.no_grad():
+        inferred = [layer.eval()(x) for layer in layers]
+    assert relative_error(inferred[0], inferred[1].relu()) < 1e-6
+
+
+def test_a_nan_goes_through_the_activation():
+    x = correlated(4, 8, 3, 3, dtype=torch.float32)
+    x[0, 0, 0, 0] = torch.nan
+    y = layer_for(x.shape, group_size=8, activation="relu")(x)
+    assert y.isnan().all()
+
+
+def test_a_fused_activation_is_twice_differentiable():
+    x = correlated(6, 4, 3, 3, dtype=torch.float32).requires_grad_()
+    results = []
+    for activation in ("relu", None):
+        layer = IterNorm2d(4, group_size=4, impl="triton", activation=activation)
+        y = layer(x) if activation else layer(x).relu()
+        (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(first.square().sum(), x)[0])
+    assert relative_error(*results) < 1e-5
+
+
 @pytest.mark.parametrize(("shape", "group_size", "last"), [((6, 20, 5, 5), 16, True), ((30, 7, 4, 4), 3, False)])
 def test_zca_by_the_iteration_equals_the_eigendecomposition(shape, group_size, last, poisoned_memory):
     layers = [
@@ -215,12 +261,12 @@ def test_kernels_that_cannot_run_say_why():
 
 def test_the_operators_keep_their_contracts():
     x, weight, bias = correlated(4, 12, 3, 3, dtype=torch.float32), torch.ones(12), torch.zeros(12)
-    torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 8, 3, 1e-5, False))
-    torch.library.opcheck(fused._fused_forward_op, (channels_last(x), None, None, 8, 0, 1e-5, True))
-    _, state = fused._fused_forward_op(x, weight, bias, 8, 3, 1e-5, False)
+    torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 8, 3, 1e-5, False, False))
+    torch.library.opcheck(fused._fused_forward_op, (channels_last(x), None, None, 8, 0, 1e-5, True, True))
+    y, state = fused._fused_forward_op(x, weight, bias, 8, 3, 1e-5, False, True)
     grad = torch.randn_like(x)
-    torch.library.opcheck(fused._fused_backward_op, (grad, x, weight, state, 8, 3, 1e-5, False, True))
-    torch.library.opcheck(fused._fused_backward_op, (grad, x, None, state, 8, 3, 1e-5, True, False))
+    torch.library.opcheck(fused._fused_backward_op, (grad, x, weight, state, y, 8, 3, 1e-5, False, True))
+    torch.library.opcheck(fused._fused_backward_op, (grad, x, None, state, None, 8, 3, 1e-5, True, False))
 
 
 def test_a_plan_is_made_once_and_depends_on_all_it_must():

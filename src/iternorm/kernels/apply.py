@@ -12,6 +12,7 @@ from iternorm.kernels.moments import (
     along_channels,
     follow,
     load_tile,
+    passed,
     sample_offsets,
     shifted,
     split_dot,
@@ -78,6 +79,7 @@ def forward_tile(
     BIG: tl.constexpr,
     FULL: tl.constexpr,
     WHOLE: tl.constexpr,
+    RELU: tl.constexpr,
 ):
     samples = sample_offsets(start, L, C, BL, ROWS, BIG)
     x = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
@@ -90,6 +92,9 @@ def forward_tile(
     else:
         y = on_channels(matrix, shifted(x, mean, start, last, valid, BL, ROWS, FULL), y, ROWS, PARTS)
     y += along_channels(offset, ROWS)
+    if RELU:
+        # A NaN stays one.
+        y = tl.where(y < 0, 0.0, y)
     store_tile(tile_pointers(y_ptr, samples, channels, ROWS), y, start, last, valid, BL, ROWS, FULL, WHOLE)
 
 
@@ -114,13 +119,14 @@ def apply_forward(
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     COUNT: tl.constexpr,
+    RELU: tl.constexpr,
     PARTS: tl.constexpr,
     BIG: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = diag(γ) W (x - μ) + β (math.md, Eq. 1)."""
+    """y = diag(γ) W (x - μ) + β (math.md, Eq. 1), and what is positive of it with an activation."""
     follow(PDL)
     program = tl.program_id(0)
     group = tl.program_id(1)
@@ -154,12 +160,12 @@ def apply_forward(
     for start in tl.range(first, middle, BL, num_stages=STAGES):
         forward_tile(
             x_ptr, y_ptr, start, last, rounded, mean, offset, channels, valid,
-            C, L, BD, BL, ROWS, PARTS, BIG, True, WHOLE,
+            C, L, BD, BL, ROWS, PARTS, BIG, True, WHOLE, RELU,
         )  # fmt: skip
     if middle < last:
         forward_tile(
             x_ptr, y_ptr, middle, last, rounded, mean, offset, channels, valid,
-            C, L, BD, BL, ROWS, PARTS, BIG, False, WHOLE,
+            C, L, BD, BL, ROWS, PARTS, BIG, False, WHOLE, RELU,
         )  # fmt: skip
     if COUNT:
         if (program == 0) & (group == 0):
@@ -170,6 +176,7 @@ def apply_forward(
 def backward_tile(
     grad_ptr,
     x_ptr,
+    output_ptr,
     dx_ptr,
     start,
     last,
@@ -188,9 +195,11 @@ def backward_tile(
     BIG: tl.constexpr,
     FULL: tl.constexpr,
     WHOLE: tl.constexpr,
+    RELU: tl.constexpr,
 ):
     samples = sample_offsets(start, L, C, BL, ROWS, BIG)
     grad = load_tile(tile_pointers(grad_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
+    grad = passed(grad, output_ptr, samples, channels, start, last, valid, BL, ROWS, FULL, WHOLE, RELU)
     x = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
     dx = zero_tile(BD, BL, ROWS)
     if PARTS == 1:
@@ -211,6 +220,7 @@ def backward_tile(
 def apply_backward(
     grad_ptr,
     x_ptr,
+    output_ptr,
     dx_ptr,
     whitening_ptr,
     second_ptr,
@@ -226,13 +236,14 @@ def apply_backward(
     BL: tl.constexpr,
     ROWS: tl.constexpr,
     WEIGHT: tl.constexpr,
+    RELU: tl.constexpr,
     PARTS: tl.constexpr,
     BIG: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """dx = Aᵀ dy + B (x - μ) - Aᵀ Σdy / m (math.md, Eq. 23)."""
+    """dx = Aᵀ dy + B (x - μ) - Aᵀ Σdy / m (math.md, Eq. 23); dy where the output is positive with an activation."""
     follow(PDL)
     program = tl.program_id(0)
     group = tl.program_id(1)
@@ -269,11 +280,11 @@ def apply_backward(
     middle = first + (last - first) // BL * BL
     for start in tl.range(first, middle, BL, num_stages=STAGES):
         backward_tile(
-            grad_ptr, x_ptr, dx_ptr, start, last, first_rounded, second_rounded, mean, offset, channels, valid,
-            C, L, BD, BL, ROWS, PARTS, BIG, True, WHOLE,
+            grad_ptr, x_ptr, output_ptr, dx_ptr, start, last, first_rounded, second_rounded, mean, offset, channels,
+            valid, C, L, BD, BL, ROWS, PARTS, BIG, True, WHOLE, RELU,
         )  # fmt: skip
     if middle < last:
         backward_tile(
-            grad_ptr, x_ptr, dx_ptr, middle, last, first_rounded, second_rounded, mean, offset, channels, valid,
-            C, L, BD, BL, ROWS, PARTS, BIG, False, WHOLE,
+            grad_ptr, x_ptr, output_ptr, dx_ptr, middle, last, first_rounded, second_rounded, mean, offset, channels,
+            valid, C, L, BD, BL, ROWS, PARTS, BIG, False, WHOLE, RELU,
         )  # fmt: skip

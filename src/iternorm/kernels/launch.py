@@ -42,19 +42,19 @@ def _parts_of(state: Tensor, at: State, quick: bool) -> tuple:
 
 
 def forward(
-    x, weight, bias, group_size, num_iters, eps, running=None, exact=False, zeroed=False
+    x, weight, bias, group_size, num_iters, eps, running=None, exact=False, relu=False, zeroed=False
 ) -> tuple[Tensor, Tensor, Plan]:
-    """Whiten a batch, and update `running` (an `iternorm.ops.Running`, or None).
+    """Whiten a batch, and update `running` (an `iternorm.ops.Running`, or None). `relu` keeps what is positive.
 
     `zeroed` clears the state first: its parts have gaps between them, and an operator's outputs must not be arbitrary.
 
     Returns:
         y, the state that `backward` needs (`views` shows what is in it), and the plan, which spares it a search.
     """
-    plan = plan_for(x, weight, bias, group_size, num_iters, running, exact)
+    plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu)
     if plan.copied:
         x = dense(x)
-        plan = plan_for(x, weight, bias, group_size, num_iters, running, exact)
+        plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu)
     at, launch = plan.at, plan.launch
     mean: Any
     mean, matrix, num_batches, momentum, _ = running or (None, None, None, None, None)
@@ -65,7 +65,7 @@ def forward(
     y = torch.empty_like(x)
     source, partials = ptr(x), ptr(plan.workspace(x, "moments", stream))
     batch_mean, variance, finite, covariance, whitening, iterates = _parts_of(state, at, quick)
-    launch("moments")(stream, (source, source, None, partials))
+    launch("moments")(stream, (source, source, None, None, partials))
     launch("reduce")(stream, (partials, covariance, batch_mean, variance))
     counter = None if num_batches is None else ptr(num_batches)
     if plan.large:
@@ -80,13 +80,16 @@ def forward(
     return y, state, plan
 
 
-def backward(grad, x, weight, state, plan: Plan, eps, needs_input):
-    """Gradients for x (None unless `needs_input`), weight (None without one) and bias."""
+def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
+    """Gradients for x (None unless `needs_input`), weight (None without one) and bias.
+
+    `output` is what the forward returned, where an activation was part of it.
+    """
     x = dense(x)
     if grad.stride() != x.stride():
         grad = torch.empty_like(x).copy_(grad)
     shape, launch = plan.shape, plan.launch
-    stream = plan.stream(x, grad, weight)
+    stream = plan.stream(x, grad, weight, output)
     quick = stream is not None
     ptr = Tensor.data_ptr if quick else _itself
     grad_bias = x.new_empty(shape.channels, dtype=torch.float32)
@@ -100,9 +103,10 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input):
     else:
         cross, second, partials = workspace, workspace[half:], workspace[2 * half :]
     source, gradient, grad_sum = ptr(x), ptr(grad), ptr(grad_bias)
+    passing = None if output is None else ptr(output)
     mean, _, _, covariance, whitening, iterates = _parts_of(state, plan.at, quick)
     scale = None if weight is None else ptr(weight)
-    launch("cross_moments")(stream, (gradient, source, mean, partials))
+    launch("cross_moments")(stream, (gradient, source, passing, mean, partials))
     launch("cross_reduce")(stream, (partials, cross, grad_sum, None))
     matrices = workspace[: 2 * half] if plan.large else None
     if matrices is not None:
@@ -114,16 +118,18 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input):
         return None, grad_weight, grad_bias
     if matrices is not None and plan.key.split == 3:
         # Two matrices of 128x128 in three parts each ask for more shared memory than there is.
+        if output is not None:
+            grad = torch.where(output > 0, grad, 0)
         return _large_apply_backward(grad, x, matrices, state, grad_bias, weight, plan), grad_weight, grad_bias
     dx = torch.empty_like(x)
-    launch("apply_backward")(stream, (gradient, source, ptr(dx), whitening, second, mean, grad_sum, scale))
+    launch("apply_backward")(stream, (gradient, source, passing, ptr(dx), whitening, second, mean, grad_sum, scale))
     return dx, grad_weight, grad_bias
 
 
-def infer(x, whitening, mean, weight, bias, group_size) -> Tensor:
+def infer(x, whitening, mean, weight, bias, group_size, relu=False) -> Tensor:
     """y = diag(γ) W (x - μ) + β from given fp32 statistics: one launch."""
     x = dense(x)
-    plan = plan_for(x, weight, bias, group_size, 0, None)
+    plan = plan_for(x, weight, bias, group_size, 0, None, relu=relu)
     y = torch.empty_like(x)
     stream = plan.stream(x, whitening, mean, weight, bias)
     ptr = _itself if stream is None else Tensor.data_ptr

@@ -83,6 +83,29 @@ def load_tile(
 
 
 @triton.jit
+def passed(
+    tile,
+    output_ptr,
+    samples,
+    channels,
+    start,
+    last,
+    valid,
+    BL: tl.constexpr,
+    ROWS: tl.constexpr,
+    FULL: tl.constexpr,
+    WHOLE: tl.constexpr,
+    RELU: tl.constexpr,
+):
+    """A tile of dy as it goes back through the activation: where the layer's output is positive."""
+    if RELU:
+        pointers = tile_pointers(output_ptr, samples, channels, ROWS)
+        output = load_tile(pointers, start, last, valid, BL, ROWS, FULL, WHOLE)
+        tile = tl.where(output > 0, tile, 0.0)
+    return tile
+
+
+@triton.jit
 def shifted(tile, shift, start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr):
     """tile - shift in fp32, zero past the last sample. Outside the group both are zero already."""
     tile = tile.to(tl.float32) - along_channels(shift, ROWS)
@@ -135,6 +158,7 @@ def split_dot(a, b, acc, PARTS: tl.constexpr):
 def gram_tile(
     a_ptr,
     x_ptr,
+    output_ptr,
     start,
     last,
     shift,
@@ -152,6 +176,7 @@ def gram_tile(
     BIG: tl.constexpr,
     FULL: tl.constexpr,
     WHOLE: tl.constexpr,
+    RELU: tl.constexpr,
 ):
     """Add one tile to Σ a xᵀ and Σ a. With a = x, products of unlike parts are kept once, in `mixed`."""
     samples = sample_offsets(start, L, C, BL, ROWS, BIG)
@@ -182,6 +207,7 @@ def gram_tile(
     else:
         a = load_tile(tile_pointers(a_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
         a = a.to(tl.float32)
+        a = passed(a, output_ptr, samples, channels, start, last, valid, BL, ROWS, FULL, WHOLE, RELU)
         total += a
         if ROWS:
             gram = split_dot(tl.trans(a), x, gram, PARTS)
@@ -194,6 +220,7 @@ def gram_tile(
 def partial_moments(
     a_ptr,
     x_ptr,
+    output_ptr,
     mean_ptr,
     workspace_ptr,
     M,
@@ -206,6 +233,7 @@ def partial_moments(
     BL: tl.constexpr,
     ROWS: tl.constexpr,
     SELF: tl.constexpr,
+    RELU: tl.constexpr,
     PARTS: tl.constexpr,
     BIG: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -215,7 +243,8 @@ def partial_moments(
     """Σ a and Σ a (x - shift)ᵀ over a run of tiles.
 
     Forward (`SELF`): a is x - shift too, and the shift is the mean of the program's own first tile, so that a large
-    mean costs no accuracy (math.md, Eq. 4). Backward: a is dy, and the shift is the mean of the batch (Eq. 21).
+    mean costs no accuracy (math.md, Eq. 4). Backward: a is dy, and the shift is the mean of the batch (Eq. 21); with an
+    activation (`RELU`), dy where the output of the layer is positive.
     `WHOLE` says that every group fills its tile: no channel is masked.
     """
     follow(PDL)
@@ -249,13 +278,13 @@ def partial_moments(
     middle = first + (last - first) // BL * BL
     for start in tl.range(first, middle, BL, num_stages=STAGES):
         gram, mixed, total = gram_tile(
-            a_ptr, x_ptr, start, last, shift, channels, valid, C, L, gram, mixed, total,
-            BL, ROWS, SELF, PARTS, BIG, True, WHOLE,
+            a_ptr, x_ptr, output_ptr, start, last, shift, channels, valid, C, L, gram, mixed, total,
+            BL, ROWS, SELF, PARTS, BIG, True, WHOLE, RELU,
         )  # fmt: skip
     if middle < last:
         gram, mixed, total = gram_tile(
-            a_ptr, x_ptr, middle, last, shift, channels, valid, C, L, gram, mixed, total,
-            BL, ROWS, SELF, PARTS, BIG, False, WHOLE,
+            a_ptr, x_ptr, output_ptr, middle, last, shift, channels, valid, C, L, gram, mixed, total,
+            BL, ROWS, SELF, PARTS, BIG, False, WHOLE, RELU,
         )  # fmt: skip
     if SELF:
         if PARTS > 1:

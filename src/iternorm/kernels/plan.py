@@ -36,6 +36,7 @@ class Key(NamedTuple):
     num_iters: int
     split: int
     exact: bool  # the iteration's products in fp32's accuracy, whatever the user allows
+    relu: bool  # an activation follows
     weight: torch.dtype | None
     bias: torch.dtype | None
     running: tuple | None  # dtypes of mean and matrix, whether batches are counted, cumulative, covariance
@@ -53,6 +54,7 @@ def plan_for(
     num_iters: int,
     running,
     exact: bool = False,
+    relu: bool = False,
 ) -> "Plan":
     key = Key(
         x.shape,
@@ -63,6 +65,7 @@ def plan_for(
         num_iters,
         parts(x.dtype),
         exact,
+        relu,
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
         None
@@ -106,7 +109,7 @@ class Plan:
     def _passes(self, kernel: str, function, pointers: tuple, constants: dict[str, Any], whole_batch: bool) -> Launch:
         """A kernel that goes over the activation."""
         shape = self.shape
-        tiles = tiles_for(kernel, shape, self.key.split)
+        tiles = tiles_for(kernel, shape, self.key.split, self.key.relu)
         count, each = programs(shape, tiles, num_sms(self.key.device))
         integers = (shape.samples, shape.channels, shape.length, each, *((count,) if whole_batch else ()))
         common = {"D": shape.group_size, "BD": shape.padded, "BL": tiles.block, "ROWS": shape.rows}
@@ -127,15 +130,16 @@ class Plan:
     def _moments(self, backward: bool = False) -> Launch:
         name = "cross_moments" if backward else "moments"
         mean = torch.float32 if backward else None
-        pointers = (self.key.dtype, self.key.dtype, mean, torch.float32)
-        return self._passes(name, partial_moments, pointers, {"SELF": not backward}, True)
+        relu = backward and self.key.relu
+        pointers = (self.key.dtype, self.key.dtype, self.key.dtype if relu else None, mean, torch.float32)
+        return self._passes(name, partial_moments, pointers, {"SELF": not backward, "RELU": relu}, True)
 
     def _cross_moments(self) -> Launch:
         return self._moments(backward=True)
 
     def _reduce(self, backward: bool = False) -> Launch:
         shape = self.shape
-        tiles = tiles_for("cross_moments" if backward else "moments", shape, self.key.split)
+        tiles = tiles_for("cross_moments" if backward else "moments", shape, self.key.split, self.key.relu)
         count, each = programs(shape, tiles, num_sms(self.key.device))
         fp32 = torch.float32
         return Launch(
@@ -208,7 +212,7 @@ class Plan:
             "apply",
             apply_forward,
             (*pointers, torch.int32 if counted else None),
-            {"WEIGHT": weight is not None, "BIAS": bias is not None, "COUNT": counted},
+            {"WEIGHT": weight is not None, "BIAS": bias is not None, "COUNT": counted, "RELU": self.key.relu},
             False,
         )
 
@@ -217,8 +221,8 @@ class Plan:
         return self._passes(
             "apply_backward",
             apply_backward,
-            (dtype,) * 3 + (fp32,) * 4 + (weight,),
-            {"WEIGHT": weight is not None},
+            (dtype, dtype, dtype if self.key.relu else None, dtype) + (fp32,) * 4 + (weight,),
+            {"WEIGHT": weight is not None, "RELU": self.key.relu},
             False,
         )
 

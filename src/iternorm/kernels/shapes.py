@@ -139,8 +139,16 @@ def precision(split: int) -> str:
     return ("ieee", "tf32", "tf32", "tf32x3")[split]
 
 
-def tiles_for(kernel: str, shape: Shape, split: int) -> Tiles:
-    """The choices that benchmarks/tune_kernels.py found best over its shapes on an H200."""
+def tiles_for(kernel: str, shape: Shape, split: int, relu: bool = False) -> Tiles:
+    """The choices that benchmarks/tune_kernels.py found best over its shapes on an H200.
+
+    With an activation (`relu`) the backward's kernels read a third tile: one stage less keeps them in shared memory, and
+    tiles of half the samples keep bfloat16's in registers (seen in the compiler's report, not timed).
+    """
+    if relu and kernel in ("cross_moments", "apply_backward"):
+        tiles = tiles_for(kernel, shape, split)
+        block = min(tiles.block, 64) if split == 1 else tiles.block
+        return tiles._replace(block=block, stages=max(1, tiles.stages - 1))
     if shape.padded > 64:
         return Tiles(64 if split == 1 else 32, 8, 2, 1)
     if split == 1:
