@@ -142,7 +142,7 @@ def precision(split: int) -> str:
 def tiles_for(kernel: str, shape: Shape, split: int, relu: bool = False) -> Tiles:
     """The choices that benchmarks/tune_kernels.py found best over its shapes on an H200.
 
-    With an activation (`relu`) the backward's kernels read a third tile: one stage less keeps them in shared memory, and
+    With an activation (`relu`) the backward's kernels read a third tile: one stage less keeps it in shared memory, and
     tiles of half the samples keep bfloat16's in registers (seen in the compiler's report, not timed).
     """
     if relu and kernel in ("cross_moments", "apply_backward"):
