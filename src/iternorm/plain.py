@@ -57,7 +57,13 @@ def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
         layout = _layout(planes, part)
         view = layout.view(planes)
         needed = x.device.type != "cpu" or _is_offset(*layout.glance(view), 2)
-        mean, covariance = _moments_about(layout, view, layout.first_mean(view) if needed else None)
+        if needed and len(tiles := list(layout.tiles(view, copied=True))) == 1:
+            # The mean of the first tile is the mean.
+            mean = layout.first_mean(view)
+            block = layout.load(view, tiles[0], mean)
+            covariance = layout.product(block, block) / layout.num_samples(view)
+        else:
+            mean, covariance = _moments_about(layout, view, layout.first_mean(view) if needed else None)
         # Between the two limits the glance is trusted: reading once more costs more than the digit it would win.
         if not needed and _is_offset(mean, covariance.diagonal(dim1=-2, dim2=-1), 4):
             mean, covariance = _moments_about(layout, view, mean)

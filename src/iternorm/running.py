@@ -14,7 +14,8 @@ def update(
     momentum: float | None,
 ) -> None:
     """Blend the batch's statistics in, unless one of them is not finite: decided on the device."""
-    finite = torch.isfinite(mean).all() & torch.isfinite(matrix).all()
+    # A NaN or an infinity anywhere makes the sum one.
+    finite = torch.isfinite(mean.sum() + matrix.sum())
     share: float | Tensor = 0.0 if momentum is None else momentum
     if num_batches_tracked is not None:
         num_batches_tracked.add_(finite)
@@ -22,5 +23,8 @@ def update(
             # The first batches may all have been skipped: no division by a count of zero.
             share = 1.0 / num_batches_tracked.clamp(min=1).to(mean.dtype)
     for running, value in ((running_mean, mean), (running_matrix, matrix)):
-        blended = torch.lerp(running.to(value.dtype), value, share)
-        running.copy_(torch.where(finite, blended, running.to(value.dtype)))
+        if running.dtype == value.dtype:
+            running.lerp_(torch.where(finite, value, running), share)
+        else:
+            current = running.to(value.dtype)
+            running.copy_(torch.lerp(current, torch.where(finite, value, current), share))
