@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import iternorm
+from checks import ended_well
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -30,7 +31,7 @@ def run(*command, folder):
         os.killpg(process.pid, signal.SIGKILL)
         output, errors = process.communicate()
         raise AssertionError(f"{command} did not end:\n{output}\n{errors}") from None
-    assert process.returncode == 0, errors
+    assert ended_well(process.returncode, errors), errors
     return output
 
 

@@ -220,3 +220,6 @@ class _Ranks:
             # A process that is gone is an error to those that still talk to it.
             self._state.wait_for_everyone()
             self._state.destroy_process_group()
+            # torch keeps a group that DDP has used, and a thread of it that lets go of a tensor while the interpreter
+            # goes down would abort the process: it has time to do that now.
+            time.sleep(0.2)
