@@ -135,6 +135,21 @@ def test_zca_by_the_iteration_equals_the_eigendecomposition(dtype, last, precisi
         assert relative_error(actual, expected) < (2e-3 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_zca_of_channels_that_depend_on_each_other_is_finite(name, scale, precision):
+    dtype, setting, _ = BUDGETS[name]
+    precision(setting)
+    latent = torch.randn(16, 6, 12, 12, device="cuda")
+    x = scale * torch.einsum("cd,ndhw->nchw", torch.randn(32, 6, device="cuda"), latent)
+    layer = DecorrelatedBatchNorm2d(32, group_size=16, device="cuda", impl="triton")
+    x = x.to(dtype).requires_grad_()
+    y = layer(x)
+    y.backward(torch.randn_like(y))
+    assert y.isfinite().all()
+    assert x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("setting", ["highest", "high"])
 @pytest.mark.parametrize("last", [False, True])
 def test_a_mean_of_a_thousand_deviations(setting, last, precision):

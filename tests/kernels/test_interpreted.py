@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from checks import assert_same_state, correlated, relative_error, state_of
-from iternorm import DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, IterNorm3d, functional, reference
+from iternorm import DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, IterNorm3d, functional, reference, solvers
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -132,6 +132,27 @@ def test_zca_by_the_iteration_equals_the_eigendecomposition(shape, group_size, l
     for actual, expected in zip(*gradients, strict=True):
         assert relative_error(actual, expected) < 3e-3
     assert relative_error(layers[0].running_whitening, layers[1].running_whitening) < 1e-3
+
+
+def test_rounding_cannot_make_zca_diverge():
+    # Covariances of rank 6 as two parts compute them: their zero eigenvalues come out negative.
+    latent, mixing = torch.randn(6, 512), torch.randn(16, 6)
+    x = 10 * mixing @ latent
+    upper = x.bfloat16().float()
+    lower = (x - upper).bfloat16().float()
+    raw = (upper @ upper.T + upper @ lower.T + lower @ upper.T) / 512
+    assert torch.linalg.eigvalsh(raw.double())[0] < -1e-6
+    regularized = raw + 1e-5 * torch.eye(16)
+    steps = fused.ZCA_STEPS
+    assert not solvers.newton(regularized, steps).isfinite().all()
+    whitening = solvers.newton(regularized + shapes.jitter(2) * torch.diag(raw.diagonal()), steps)
+    assert whitening.isfinite().all()
+    # And the kernels do add it, forward and backward.
+    x = correlated(6, 16, 5, 5, dtype=torch.float32)
+    for launch in ("newton", "newton_backward"):
+        for exact, expected in ((True, shapes.jitter(0)), (False, 0.0)):
+            found = plan.plan_for(x, None, None, 16, steps, None, exact).launch(launch)
+            assert found.constants["JITTER"] == expected
 
 
 def test_zca_is_twice_differentiable_as_the_torch_path():

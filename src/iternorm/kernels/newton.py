@@ -59,10 +59,14 @@ def newton_forward(
     CUMULATIVE: tl.constexpr,
     RUNNING_COVARIANCE: tl.constexpr,
     SAVE: tl.constexpr,
+    JITTER: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Covariance -> whitening matrix (Eq. 5-9), and the running statistics of a batch whose moments are finite."""
+    """Covariance -> whitening matrix (Eq. 5-9), and the running statistics of a batch whose moments are finite.
+
+    `JITTER` is added to the variances, relative to each: see `shapes.jitter`.
+    """
     follow(PDL)
     group = tl.program_id(0)
     i = tl.arange(0, BD)[:, None]
@@ -72,7 +76,7 @@ def newton_forward(
     identity = tl.where((i == j) & (i < size), 1.0, 0.0)
 
     raw = tl.load(covariance_ptr + group * BD * BD + tile)
-    covariance = raw + eps * identity
+    covariance = raw + (eps + JITTER * raw) * identity
     trace = tl.sum(tl.sum(covariance * identity, 1), 0)
     if T == 0:
         iterate = identity
@@ -133,6 +137,7 @@ def newton_backward(
     BD: tl.constexpr,
     SLOTS: tl.constexpr,
     AFFINE: tl.constexpr,
+    JITTER: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -156,7 +161,8 @@ def newton_backward(
         weight = tl.load(weight_ptr + group * D + c, mask=member, other=0.0).to(tl.float32)
         cross = cross * weight[:, None]
         transposed = transposed * weight[None, :]
-    covariance = tl.load(covariance_ptr + group * BD * BD + tile) + eps * identity
+    covariance = tl.load(covariance_ptr + group * BD * BD + tile)
+    covariance += (eps + JITTER * covariance) * identity
     trace = tl.sum(tl.sum(covariance * identity, 1), 0)
     through_trace = 0.5 * tl.sum(tl.sum(cross * whitening, 1), 0)
     if T == 0:

@@ -134,6 +134,15 @@ def parts(dtype: torch.dtype) -> int:
     return 3 if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else 2
 
 
+def jitter(split: int) -> float:
+    """What ZCA's variances are raised by, relative to each: more than rounding makes of zero eigenvalues.
+
+    A negative one would grow to infinity in the iteration's many steps. Two parts leave out the product of the lower
+    ones, about 2^-20 of the variances; the other products are exact, and their sums in fp32.
+    """
+    return 2.0**-17 if split == 2 else 2.0**-20
+
+
 def precision(split: int) -> str:
     """The products of the iteration, on fp32 matrices, for a number of `parts`."""
     return ("ieee", "tf32", "tf32", "tf32x3")[split]
