@@ -81,13 +81,19 @@ class _WhitenEager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, settings, statistics):
-        group_size, solver, num_iters, eps, relu = settings
-        exact = solver == "zca"
         with _on_device(x):
             y, state, ctx.plan = kernels().forward(
-                x, weight, bias, group_size, ZCA_STEPS if exact else num_iters, eps, statistics, exact, relu
+                x,
+                weight,
+                bias,
+                settings.group_size,
+                settings.steps,
+                settings.eps,
+                statistics,
+                settings.exact,
+                settings.relu,
             )
-        ctx.save_for_backward(x, weight, bias, state, y if relu else None)
+        ctx.save_for_backward(x, weight, bias, state, y if settings.relu else None)
         ctx.settings = settings
         return y
 
@@ -100,7 +106,7 @@ class _WhitenEager(torch.autograd.Function):
                 grad = torch.where(output > 0, grad, 0)
             return *ops.differentiable_backward(grad, (x, weight, bias), needs[:3], ctx.settings[:4]), None, None
         # Autograd has made the device of the gradient the current one.
-        gradients = kernels().backward(grad, x, weight, state, ctx.plan, ctx.settings[3], needs[0], output)
+        gradients = kernels().backward(grad, x, weight, state, ctx.plan, ctx.settings.eps, needs[0], output)
         return *_wanted(gradients, weight, bias, needs), None, None
 
 

@@ -23,6 +23,8 @@ from torch import Tensor
 
 Split = Literal["train", "test"]
 Folder = str | os.PathLike[str] | None
+# Begins the names of look-alikes that are made from a seed.
+GENERATED = "generated-"
 DATA_SETS = ("digits", "mnist", "cifar10")
 
 MNIST_MD5 = {
@@ -97,6 +99,11 @@ def available(name: str, folder: Folder = None) -> bool:
     if name == "imagenet":
         return all((place / split).is_dir() for split in ("train", "val"))
     return all((place / file).is_file() for split in ("train", "test") for file in _files(name, split))
+
+
+def real_or_generated(name: str) -> str:
+    """The data set's own name where its files are there, else that of its look-alike: what small sizes are run on."""
+    return name if available(name) else GENERATED + name
 
 
 def data_folder(folder: Folder = None) -> Path:

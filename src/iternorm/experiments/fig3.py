@@ -22,9 +22,9 @@ from . import curves, mnist_mlp
 from .curves import evidence
 from .findings import Claim, Comparison
 from .mnist_mlp import HOME as HOME
-from .mnist_mlp import run as run
 from .registry import Plan
 from .results import Config, Result
+from .train import run as run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

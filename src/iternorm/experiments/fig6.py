@@ -19,14 +19,13 @@ configuration IterNorm in groups of 64 is shown too.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from . import curves, vgg_cifar
-from .curves import evidence
+from . import curves, outcomes, vgg_cifar
 from .findings import Claim, Comparison
 from .registry import Plan
 from .results import Config, Result
+from .train import run as run
 from .vgg_cifar import HOME as HOME
 from .vgg_cifar import SETTINGS
-from .vgg_cifar import run as run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,8 +41,9 @@ PAPER_REDUCTIONS = {
     "10x": {"BN": "0.75", "DBN-16": "0.58"},
 }
 
-# Runs by setting and normalization.
+# Runs by setting and normalization, and errors of their seeds.
 Runs = dict[str, dict[str, list[Result]]]
+Errors = dict[str, dict[str, outcomes.Seeds]]
 
 
 def jobs(plan: Plan) -> list[Config]:
@@ -93,14 +93,17 @@ def _reductions(runs: dict[str, list[Result]], norm: str) -> tuple[float, ...]:
 
 def claims(results: Sequence[Result]) -> list[Claim]:
     """The sentences of Section 5.1 on this figure, over the configurations that were run."""
-    trained: dict[str, dict[str, float | None]] = {}
-    tested: dict[str, dict[str, float | None]] = {}
-    for setting, runs in _sorted(results).items():
-        if runs:
-            trained[setting] = {norm: vgg_cifar.efficiency(found) for norm, found in runs.items()}
-            tested[setting] = {norm: vgg_cifar.test_error(found) for norm, found in runs.items()}
-    training = f"Training error averaged over epochs: {_lines(trained)}."
-    testing = f"Final test error: {_lines(tested)}."
+    sorted_runs = _sorted(results)
+    trained, tested = (
+        {
+            setting: {norm: outcomes.over_seeds(found, value) for norm, found in runs.items()}
+            for setting, runs in sorted_runs.items()
+            if runs
+        }
+        for value in (vgg_cifar.mean_training_error, vgg_cifar.final_test_error)
+    )
+    training = f"Training error (%) averaged over epochs: {_lines(trained)}."
+    testing = f"Final test error (%): {_lines(tested)}."
     return [
         Claim("IterNorm converges the fastest with respect to the epochs.", _least(trained, "IterNorm T=5"), training),
         Claim("IterNorm generalizes the best.", _least(tested, "IterNorm T=5"), testing),
@@ -109,18 +112,31 @@ def claims(results: Sequence[Result]) -> list[Claim]:
     ]
 
 
-def _lines(values: dict[str, dict[str, float | None]]) -> str:
-    return "; ".join(f"{SETTINGS[name].title}: {evidence(found)}" for name, found in values.items()) or "not run"
+def _lines(values: Errors) -> str:
+    found = (
+        f"{SETTINGS[setting].title}: {', '.join(f'{norm} {errors}' for norm, errors in by_norm.items())}"
+        for setting, by_norm in values.items()
+    )
+    return "; ".join(found) or "not run"
 
 
-def _below(values: dict[str, dict[str, float | None]], first: str, second: str) -> bool | None:
-    pairs = [(found[first], found[second]) for found in values.values() if first in found and second in found]
-    return all(a < b for a, b in pairs if a is not None and b is not None) if pairs else None
+def _below(values: Errors, first: str, second: str) -> bool | None:
+    """Whether one norm's errors are below another's in every configuration that both were run in."""
+    verdicts = [
+        outcomes.is_lower(by_norm[first], by_norm[second])
+        for by_norm in values.values()
+        if first in by_norm and second in by_norm
+    ]
+    return _all(verdicts)
 
 
-def _least(values: dict[str, dict[str, float | None]], norm: str) -> bool | None:
-    found = [_below(values, norm, other) for other in NORMS if other != norm]
-    return None if None in found else all(found)
+def _least(values: Errors, norm: str) -> bool | None:
+    return _all([_below(values, norm, other) for other in NORMS if other != norm])
+
+
+def _all(verdicts: Sequence[bool | None]) -> bool | None:
+    """False where one is, else None where one is open or there are none."""
+    return False if False in verdicts else None if None in verdicts or not verdicts else True
 
 
 def plot(results: Sequence[Result]) -> "Figure":

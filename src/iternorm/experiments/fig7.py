@@ -18,8 +18,8 @@ from .curves import evidence
 from .findings import Claim, Comparison
 from .registry import Plan
 from .results import Config, Result
+from .train import run as run
 from .vgg_cifar import HOME as HOME
-from .vgg_cifar import run as run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,11 +59,12 @@ def claims(results: Sequence[Result]) -> list[Claim]:
     """The sentences of Section 5.1 on this figure."""
     iterations, groups = _select(results, ITERATIONS), _select(results, GROUPS)
     trained, tested = (
-        {name: value(iterations.get(name)) for name in ITERATIONS}
-        for value in (vgg_cifar.efficiency, vgg_cifar.test_error)
+        {name: curves.mean(iterations.get(name), value) for name in ITERATIONS}
+        for value in (vgg_cifar.mean_training_error, vgg_cifar.final_test_error)
     )
     groups_trained, groups_tested = (
-        {name: value(groups.get(name)) for name in GROUPS} for value in (vgg_cifar.efficiency, vgg_cifar.test_error)
+        {name: curves.mean(groups.get(name), value) for name in GROUPS}
+        for value in (vgg_cifar.mean_training_error, vgg_cifar.final_test_error)
     )
     return [
         Claim(

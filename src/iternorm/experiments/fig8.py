@@ -24,9 +24,9 @@ from . import curves, outcomes, wrn_cifar
 from .findings import Claim, Comparison
 from .registry import Plan
 from .results import Config, Result
+from .train import run as run
 from .wrn_cifar import BN, ITERNORM, MODELS, NAMES, title
 from .wrn_cifar import HOME as HOME
-from .wrn_cifar import run as run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

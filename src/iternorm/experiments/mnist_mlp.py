@@ -8,8 +8,8 @@ from . import curves, data
 from .curves import mean_over_run
 from .findings import Comparison
 from .recipe import Recipe
-from .registry import Context, Plan
-from .results import Config, Result, Row
+from .registry import Plan
+from .results import Config, Result
 
 HOME = "mnist"
 
@@ -34,7 +34,7 @@ def configuration(norm: str, lr: float, seed: int, plan: Plan, *, batch_size: in
     name = "mnist"
     if plan.smoke:
         options |= {"train_examples": examples, "test_examples": 256, "width": 0.2}
-        name = name if data.available(name) else f"generated-{name}"
+        name = data.real_or_generated(name)
     recipe = Recipe(name, "mlp", norm, batch_size or examples, lr, epochs, seed=seed, **options)
     return recipe.to_config(job)
 
@@ -43,13 +43,6 @@ def rates(plan: Plan, *, batch_size: int | None = None) -> tuple[float, ...]:
     """The learning rates to try."""
     found = FULL_BATCH_RATES if batch_size is None else SMALL_BATCH_RATES
     return found[1:4:2] if plan.smoke else found
-
-
-def run(config: Config, context: Context) -> list[Row]:
-    """A row for each iteration of the full batch, or for each 500 of batches of 2."""
-    from .train import train
-
-    return train(Recipe.from_config(config), context)
 
 
 def is_full_batch(result: Result) -> bool:

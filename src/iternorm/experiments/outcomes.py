@@ -59,26 +59,37 @@ def compare(what: str, paper: str, results: Sequence[Result], column: str = "tes
     return Comparison(what, paper, finals(results, column).values, note=curves.divergence_note(results))
 
 
-def claim_lower(text: str, names: tuple[str, str], seeds: tuple[Seeds, Seeds]) -> Claim:
-    """The claim that the first is lower than the second.
+def is_lower(low: Seeds, high: Seeds) -> bool | None:
+    """Whether the mean of the first is below that of the second.
 
-    It is left open where the difference of the means is within its standard error. With one seed, which gives no
+    None where one was not run, and where the difference is within its standard error. With one seed, which gives no
     error, the sign decides. A training that diverged is worse than any that did not.
     """
-    evidence = ", ".join(f"{name} {each}" for name, each in zip(names, seeds, strict=True))
-    low, high = seeds
     if not low.values or not high.values:
-        both_run = all(each.values or each.num_diverged for each in seeds)
-        return Claim(text, bool(low.values) if both_run and (low.values or high.values) else None, evidence)
+        both_run = all(each.values or each.num_diverged for each in (low, high))
+        return bool(low.values) if both_run and (low.values or high.values) else None
+    difference, error = _difference(low, high)
+    return None if error is not None and abs(difference) <= error else difference > 0
+
+
+def _difference(low: Seeds, high: Seeds) -> tuple[float, float | None]:
+    """How far the mean of the first is below that of the second, and the standard error of that."""
     difference = statistics.fmean(high.values) - statistics.fmean(low.values)
-    evidence += f": {'lower' if difference >= 0 else 'higher'} by {abs(difference):.2f}"
     if low.squared_error is None or high.squared_error is None:
-        return Claim(text, difference > 0, evidence)
-    error = math.sqrt(low.squared_error + high.squared_error)
-    evidence += f" ± {error:.2f}"
-    if abs(difference) <= error:
-        return Claim(text, None, evidence + ", within the error")
-    return Claim(text, difference > 0, evidence)
+        return difference, None
+    return difference, math.sqrt(low.squared_error + high.squared_error)
+
+
+def claim_lower(text: str, names: tuple[str, str], seeds: tuple[Seeds, Seeds]) -> Claim:
+    """The claim that the first is lower than the second, decided by `is_lower`."""
+    evidence = ", ".join(f"{name} {each}" for name, each in zip(names, seeds, strict=True))
+    holds = is_lower(*seeds)
+    if all(each.values for each in seeds):
+        difference, error = _difference(*seeds)
+        evidence += f": {'lower' if difference >= 0 else 'higher'} by {abs(difference):.2f}"
+        evidence += "" if error is None else f" ± {error:.2f}"
+        evidence += ", within the error" if holds is None else ""
+    return Claim(text, holds, evidence)
 
 
 def draw_numbers(axes: "Axes", rows: Mapping[str, Comparison]) -> None:

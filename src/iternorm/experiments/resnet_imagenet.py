@@ -7,8 +7,8 @@ from typing import Any
 from . import data, outcomes
 from .findings import Claim, Comparison
 from .recipe import Recipe
-from .registry import Context, Plan
-from .results import Config, Result, Row
+from .registry import Plan
+from .results import Config, Result
 
 HOME = "imagenet"
 BN, DBN_L1, ITERNORM_L1, ITERNORM_FULL, ITERNORM_DF = (
@@ -53,9 +53,8 @@ def recipe(model: str, norm: str, seed: int = 0) -> Recipe:
 
 def small(full: Recipe) -> Recipe:
     """The same networks at a sixteenth of the width, on few and small images."""
-    name = full.data if data.available(full.data) else f"generated-{full.data}"
     size: dict[str, Any] = {"batch_size": 16, "lr": 0.01, "epochs": 2, "train_examples": 48, "test_examples": 32}
-    return replace(full, data=name, width=1 / 16, image_size=32, **size)
+    return replace(full, data=data.real_or_generated(full.data), width=1 / 16, image_size=32, **size)
 
 
 def jobs(plan: Plan, networks: Mapping[str, Sequence[str]]) -> list[Config]:
@@ -68,13 +67,6 @@ def jobs(plan: Plan, networks: Mapping[str, Sequence[str]]) -> list[Config]:
                 job = f"{model}-{norm.replace('+', '-')}-s{seed}"
                 configs.append((small(full) if plan.smoke else full).to_config(job))
     return configs
-
-
-def run(config: Config, context: Context) -> list[Row]:
-    """One row for each epoch."""
-    from .train import train
-
-    return train(Recipe.from_config(config), context)
 
 
 def compare(results: Sequence[Result], model: str, paper: Numbers) -> list[Comparison]:

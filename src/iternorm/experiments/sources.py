@@ -18,8 +18,7 @@ from .order import check_share, epoch_order, iterations_per_epoch, num_examples,
 from .recipe import Recipe
 from .seeds import mixed
 
-GENERATED = "generated-"
-NAMES = ("mnist", "cifar10", "imagenet", *(GENERATED + name for name in ("mnist", "cifar10", "imagenet")))
+NAMES = ("mnist", "cifar10", "imagenet", *(data.GENERATED + name for name in ("mnist", "cifar10", "imagenet")))
 
 # Pixels padded by reflection on each side before a random crop.
 _PADDING = 4
@@ -105,7 +104,7 @@ class TensorSource:
         folder: data.Folder = None,
     ) -> None:
         check_share(recipe, rank, world_size)
-        name = recipe.data.removeprefix(GENERATED)
+        name = recipe.data.removeprefix(data.GENERATED)
         train, train_labels = _load(recipe.data, "train", folder)
         test, test_labels = _load(recipe.data, "test", folder)
         channels, height, width = train.shape[1:]
@@ -173,8 +172,8 @@ class TensorSource:
 
 
 def _load(name: str, split: data.Split, folder: data.Folder) -> tuple[Tensor, Tensor]:
-    if name.startswith(GENERATED):
-        return generated.look_alike(name.removeprefix(GENERATED), split)
+    if name.startswith(data.GENERATED):
+        return generated.look_alike(name.removeprefix(data.GENERATED), split)
     return data.load(name, split, folder)
 
 

@@ -22,9 +22,9 @@ from . import outcomes, wrn_cifar
 from .findings import Claim, Comparison
 from .registry import Plan
 from .results import Config, Result
+from .train import run as run
 from .wrn_cifar import BN, DBN, ITERNORM, MODELS, NAMES, title
 from .wrn_cifar import HOME as HOME
-from .wrn_cifar import run as run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -29,8 +29,8 @@ from .findings import Claim, Comparison
 from .registry import Plan
 from .resnet_imagenet import BN, DBN_L1, ITERNORM_DF, ITERNORM_FULL, ITERNORM_L1, NAMES
 from .resnet_imagenet import HOME as HOME
-from .resnet_imagenet import run as run
 from .results import Config, Result
+from .train import run as run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

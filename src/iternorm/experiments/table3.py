@@ -21,8 +21,8 @@ from .findings import Claim, Comparison
 from .registry import Plan
 from .resnet_imagenet import BN, ITERNORM_DF, ITERNORM_L1
 from .resnet_imagenet import HOME as HOME
-from .resnet_imagenet import run as run
 from .results import Config, Result
+from .train import run as run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,7 +23,7 @@ from .graph import CapturedStep, EagerStep, is_capturable, new_scores, score
 from .models import build
 from .recipe import Recipe
 from .registry import Context
-from .results import Row
+from .results import Config, Row
 from .seeds import mixed
 from .sources import open_source
 from .watch import Watch
@@ -99,6 +99,11 @@ def train(
     with _settings(recipe, context) as accelerator:
         run = _Run(recipe, context, accelerator, folder, capture)
         return run(checkpoint_seconds)
+
+
+def run(config: Config, context: Context) -> list[Row]:
+    """What an experiment that trains does for a job: a row for each epoch, or each so many iterations."""
+    return train(Recipe.from_config(config), context)
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """What Figure 6 and Figure 7 share: the VGG on CIFAR-10."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import curves, data
 from .recipe import Precision, Recipe
-from .registry import Context, Plan
-from .results import Config, Result, Row
+from .registry import Plan
+from .results import Config, Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +47,7 @@ def configuration(setting: str, norm: str, seed: int, plan: Plan) -> Config:
     if plan.smoke:
         epochs, milestones, batch_size = 2, (1,), _SMOKE_BATCH_SIZES[setting]
         options = {"train_examples": 64, "test_examples": 32, "width": 1 / 32}
-        name = name if data.available(name) else f"generated-{name}"
+        name = data.real_or_generated(name)
     recipe = Recipe(
         name,
         "vgg",
@@ -74,31 +73,24 @@ def seeds(plan: Plan) -> range:
     return range(plan.seeds or (1 if plan.smoke else SEEDS))
 
 
-def run(config: Config, context: Context) -> list[Row]:
-    """A row for each epoch."""
-    from .train import train
-
-    return train(Recipe.from_config(config), context)
-
-
 def setting_of(result: Result) -> str:
     """The setting of a run, which its job is named after."""
     return result.config["job"].partition("-")[0]
 
 
-def efficiency(runs: Sequence[Result] | None) -> float | None:
-    """Training error averaged over epochs and seeds: the less, the faster the network converged."""
-    return curves.mean(runs, partial(curves.mean_over_run, name="train_error"))
+def mean_training_error(result: Result) -> float:
+    """Training error averaged over the epochs: the less, the faster the network converged."""
+    return curves.mean_over_run(result, "train_error")
 
 
-def test_error(runs: Sequence[Result] | None) -> float | None:
-    """Final test error, averaged over the seeds."""
-    return curves.mean(runs, partial(curves.final, name="test_error"))
+def final_test_error(result: Result) -> float:
+    """Test error after the last epoch."""
+    return curves.final(result, "test_error")
 
 
 def test_errors(runs: Sequence[Result] | None) -> tuple[float, ...]:
     """Final test error of each seed."""
-    return curves.seeds(runs, partial(curves.final, name="test_error"))
+    return curves.seeds(runs, final_test_error)
 
 
 def draw(axes: "Axes", runs: Mapping[str, Sequence[Result]], title: str) -> None:

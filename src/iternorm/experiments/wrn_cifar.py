@@ -6,8 +6,8 @@ from typing import Any
 
 from . import data
 from .recipe import Recipe
-from .registry import Context, Plan
-from .results import Config, Row
+from .registry import Plan
+from .results import Config
 
 HOME = "wrn"
 MODELS = ("wrn-28-10", "wrn-40-10")
@@ -44,7 +44,6 @@ def recipe(model: str, norm: str, seed: int = 0) -> Recipe:
 
 def small(full: Recipe) -> Recipe:
     """The same networks at a tenth of the width, on few examples."""
-    name = full.data if data.available(full.data) else f"generated-{full.data}"
     size: dict[str, Any] = {
         "batch_size": 16,
         "lr": 0.01,
@@ -53,7 +52,7 @@ def small(full: Recipe) -> Recipe:
         "test_examples": 32,
         "width": 0.1,
     }
-    return replace(full, data=name, **size)
+    return replace(full, data=data.real_or_generated(full.data), **size)
 
 
 def jobs(plan: Plan, norms: Sequence[str]) -> list[Config]:
@@ -67,13 +66,6 @@ def jobs(plan: Plan, norms: Sequence[str]) -> list[Config]:
                 job = f"{model}-{norm.replace(' ', '-')}-s{seed}"
                 configs.append((small(full) if plan.smoke else full).to_config(job))
     return configs
-
-
-def run(config: Config, context: Context) -> list[Row]:
-    """One row for each epoch."""
-    from .train import train
-
-    return train(Recipe.from_config(config), context)
 
 
 def title(model: str) -> str:
