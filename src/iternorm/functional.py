@@ -200,7 +200,7 @@ def normalize(
     `group_size` is that of a full group (`groups.effective_size`). With a process group, which the fused kernels do not
     know, the statistics are those of the batches of all its ranks.
     """
-    impl = choose_impl(impl, x, group_size, solver) if process_group is None else "torch"
+    wanted, impl = impl, choose_impl(impl, x, group_size, solver) if process_group is None else "torch"
     if not training and statistics is not None:
         with torch.no_grad():
             dtype = plain.compute_dtype(x.dtype)
@@ -222,6 +222,8 @@ def normalize(
     if impl == "reference":
         y, mean, covariance, whitening = _reference(x, weight, bias, group_size, solver, num_iters, eps)
     else:
+        if wanted == "auto" and fused.has_large_newton(x, group_size, solver, num_iters):
+            solver = "newton_triton"
         y, mean, covariance, whitening = ops.whiten(x, weight, bias, group_size, solver, num_iters, eps, process_group)
     if statistics is not None:
         ops.update_running(statistics, mean, covariance, whitening)

@@ -92,6 +92,23 @@ def test_output_and_gradients_against_fp64(name, shape, group_size, last, precis
 
 
 @pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize(
+    ("shape", "group_size"), [((32, 320, 14, 14), 256), ((16, 160, 20, 20), None), ((4000, 130), 130)]
+)
+@pytest.mark.parametrize("last", [False, True])
+def test_groups_above_128_against_fp64(name, shape, group_size, last, precision, poisoned_memory):
+    if last and len(shape) < 4:
+        pytest.skip("channels_last has four or five dimensions")
+    dtype, setting, budget = BUDGETS[name]
+    precision(setting)
+    x = activation(shape, dtype, last)
+    # Their iteration runs in kernels unless torch is asked for.
+    assert fused.has_large_newton(x, group_size or shape[1], "newton", 5)
+    found = errors(layer_for(shape, group_size=group_size, impl="auto"), x, torch.randn_like(x))
+    assert max(found) < budget, found
+
+
+@pytest.mark.parametrize("name", BUDGETS)
 @pytest.mark.parametrize(("shape", "group_size"), [((16, 128, 16, 16), 64), ((8, 80, 7, 9), 48), ((8, 128, 9, 9), 128)])
 @pytest.mark.parametrize("last", [False, True])
 def test_an_activation_in_passing_is_one_after_the_layer(name, shape, group_size, last, precision, poisoned_memory):

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from iternorm import groups, plain, solvers
 from iternorm import running as statistics
+from iternorm.kernels import large
+from iternorm.kernels.launcher import on_device
 from iternorm.kernels.plan import Plan, plan_for
-from iternorm.kernels.shapes import State, dense, state_of, unsupported, views
+from iternorm.kernels.shapes import State, dense, large_slots_of, state_of, unsupported, views
 
-__all__ = ["backward", "dense", "forward", "infer", "plan_for", "state_of", "unsupported", "views"]
+__all__ = ["backward", "dense", "forward", "infer", "on_device", "plan_for", "state_of", "unsupported", "views"]
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -151,10 +153,12 @@ def infer(x, whitening, mean, weight, bias, group_size, relu=False) -> Tensor:
     return y
 
 
-def _inside(plan: Plan, like: Tensor) -> Tensor:
-    """1 where a matrix ``[G, d, d]`` belongs to its group, 0 in the padding of a smaller last one."""
-    members = groups.pad_vector(like.new_ones(plan.shape.channels), plan.shape.group_size)
-    return members[:, :, None] * members[:, None, :]
+def _within(matrices: Tensor, plan: Plan) -> Tensor:
+    """Matrices ``[G, d, d]`` with zeros in the padding of a smaller last group."""
+    if plan.shape.channels % plan.shape.group_size == 0:
+        return matrices
+    members = groups.pad_vector(matrices.new_ones(plan.shape.channels), plan.shape.group_size)
+    return matrices * members[:, :, None] * members[:, None, :]
 
 
 def _regularized(covariance: Tensor, plan: Plan, eps: float) -> Tensor:
@@ -164,12 +168,23 @@ def _regularized(covariance: Tensor, plan: Plan, eps: float) -> Tensor:
     return covariance[:, :size, :size] + torch.diag_embed(members)
 
 
+def _iterates(state: Tensor, plan: Plan) -> Tensor:
+    """Where the iteration of groups above 64 keeps its matrices, ``[2 T + 1, G, d, d]``."""
+    size, count = plan.shape.group_size, plan.shape.num_groups
+    slots = large_slots_of(plan.key.num_iters)
+    return state[plan.at.iterates : plan.at.iterates + slots * count * size**2].view(slots, count, size, size)
+
+
 def _large_newton(state: Tensor, plan: Plan, eps: float, running) -> None:
-    """The iteration of groups above 64 by batched products."""
+    """The iteration of groups above 64, by products of whole matrices."""
     key, size = plan.key, plan.shape.group_size
     mean, covariance, whitening = views(state, plan.shape.channels, key.group_size, key.num_iters)
-    solved, _ = solvers.solve(_regularized(covariance, plan, eps), "newton", key.num_iters)
-    whitening.copy_(solved * _inside(plan, solved))
+    regularized = _regularized(covariance, plan, eps)
+    if key.num_iters > 1:
+        solved, _ = large.solve(regularized, key.num_iters, _iterates(state, plan))
+    else:
+        solved, _ = solvers.solve(regularized, "newton", key.num_iters)
+    whitening.copy_(_within(solved, plan))
     if running is not None:
         value = covariance[:, :size, :size] if running.is_covariance else whitening
         statistics.update(running.mean, running.matrix, running.num_batches, mean, value, running.momentum)
@@ -186,9 +201,12 @@ def _large_newton_backward(matrices: Tensor, state: Tensor, weight, plan: Plan, 
         grad_weight = groups.unpad_vector((gradient * whitening).sum(-1), shape.channels)
         gradient = gradient * groups.pad_vector(weight.to(gradient.dtype), size)[:, :, None]
     regularized = _regularized(covariance, plan, eps)
-    result = solvers.solve_backward(gradient, regularized, whitening, (), "newton", key.num_iters)
+    if key.num_iters > 1:
+        result = large.solve_backward(gradient, regularized, whitening, _iterates(state, plan), key.num_iters)
+    else:
+        result = solvers.solve_backward(gradient, regularized, whitening, (), "newton", key.num_iters)
     second.zero_()
-    second[:, :size, :size] = result * _inside(plan, result) * (2 / shape.samples)
+    second[:, :size, :size] = _within(result, plan) * (2 / shape.samples)
     return grad_weight
 
 

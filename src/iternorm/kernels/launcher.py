@@ -6,12 +6,22 @@ with its neighbours, or by Triton's launcher where the driver cannot tell what a
 """
 
 import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from iternorm.kernels import driver
 from iternorm.kernels.shapes import INTERPRETED
+
+_NO_CHANGE = nullcontext()
+
+
+def on_device(device: torch.device):
+    """Kernels are launched on the current device: make it this one where it is another."""
+    same = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+    return _NO_CHANGE if same else torch.cuda.device(device)
 
 
 class Launch:
@@ -73,6 +83,43 @@ class Launch:
             self.kernel[self.grid](*values, *self.integers, **self.constants, PDL=False, num_warps=self.warps)
         else:
             self._call(*self._grid, stream, *self._before, *values, *self._after)
+
+
+class Launches:
+    """Launches by name, each made when it is first wanted, and chains of them.
+
+    Args:
+        make: the launch of a name.
+        device: where they run.
+    """
+
+    def __init__(self, make: Callable[[str], Launch], device: torch.device):
+        self._make = make
+        self._device = device
+        self._made: dict[str, Launch] = {}
+        self.chains: dict[tuple[str, ...], driver.Chain | None] = {}
+
+    def __getitem__(self, name: str) -> Launch:
+        found = self._made.get(name)
+        if found is None:
+            found = self._made[name] = self._make(name)
+        return found
+
+    def run(self, stream: int | None, names: tuple[str, ...], arguments: tuple[tuple, ...]) -> None:
+        """Make the named launches one after the other, each with its pointers and floats.
+
+        On a stream a pointer is an address, and 0 where it is absent; without one a tensor or None, for Triton.
+        """
+        if stream is not None:
+            if names not in self.chains:
+                prepared = [p for name in names if (p := self[name].prepared) is not None]
+                self.chains[names] = driver.Chain(prepared, self._device) if len(prepared) == len(names) else None
+            chain = self.chains[names]
+            if chain is not None:
+                chain(stream, arguments)
+                return
+        for name, values in zip(names, arguments, strict=True):
+            self[name](stream, values)
 
 
 class _Compiled(NamedTuple):
