@@ -126,9 +126,10 @@ def test_an_activation_in_passing_is_one_after_the_layer(name, shape, group_size
         with torch.no_grad():
             inferred = layer.eval()(x) if layer.activation else layer.eval()(x).relu()
         results.append((y, inferred, values.grad, layer.weight.grad, layer.bias.grad))
-    # The same kernels but for the number of stages: what differs is the order of sums, if anything.
+    # The same kernels but for their tiles, so sums differ in their order. An element of 16 bits that lies at the edge
+    # of two roundings may then fall to the other side: that is 4e-3 of it in bfloat16, and few do.
     for actual, expected in zip(*results, strict=True):
-        assert relative_error(actual, expected) < 1e-5
+        assert relative_error(actual, expected) < (1e-5 if actual.dtype == torch.float32 else 5e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

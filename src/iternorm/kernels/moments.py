@@ -345,7 +345,11 @@ def reduce_moments(
         slot = (base + p).to(tl.int64)
         mask = present[:, None]
         block = tl.load(workspace_ptr + (slot * BD + row)[:, None] * BD + columns[None, :], mask=mask, other=0.0)
-        s = tl.load(sums_ptr + slot[:, None] * BD + columns[None, :], mask=mask, other=0.0)
+        if SELF:
+            wanted = mask
+        else:
+            wanted = mask & (row == 0)
+        s = tl.load(sums_ptr + slot[:, None] * BD + columns[None, :], mask=wanted, other=0.0)
         if SELF:
             count = tl.maximum(tl.minimum(M - p * samples_per_program, samples_per_program), 0).to(tl.float32)
             delta = tl.load(pilots_ptr + slot[:, None] * BD + columns[None, :], mask=mask, other=0.0)
