@@ -1,7 +1,7 @@
 """What comes before and after the products of `iternorm.kernels.large`, and the running statistics.
 
-A group has D channels, the last one what is left of C: beyond it matrices ``[G, N, N]`` are zero. Whitening matrices and
-running statistics are ``[G, D, D]``.
+A group has D channels, the last one what is left of C: beyond it matrices ``[G, N, N]`` are zero. Whitening matrices
+and running statistics are ``[G, D, D]``.
 """
 
 import triton
@@ -43,8 +43,8 @@ def start(
 ):
     """R_0 = Σ / tr Σ, Z_1 = (3 I - R_0)/2 and tr(Σ)^-1/2; for less than two `STEPS` only the whitening matrix."""
     follow(PDL)
-    rows, columns, group = tile_of(N, BLOCK)
     size = tl.minimum(D, C - tl.program_id(1) * D)
+    rows, columns, group = tile_of(N, BLOCK)
     covariance_ptr += group * N * N
     trace = trace_of(covariance_ptr, size, eps, N, PADDED)
     iterate = identity_of(rows, columns, size)
@@ -78,8 +78,8 @@ def blend(
     PDL: tl.constexpr,
 ):
     """The running statistics of a batch whose moments are finite; `value` is its whitening or covariance, of N rows."""
-    rows, columns, group = tile_of(D, BLOCK)
     size = tl.minimum(D, C - tl.program_id(1) * D)
+    rows, columns, group = tile_of(D, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
     inside = (rows[:, None] < D) & (columns[None, :] < D)
     matrix_ptrs = running_matrix_ptr + group * D * D + rows[:, None] * D + columns[None, :]
     # Older than the launch before: another batch's, and the moments, from which the whitening matrix was computed.
@@ -130,8 +130,8 @@ def prepare(
     """
     # Of a chain that begins here the launch before may have written anything that is read.
     follow(PDL)
-    rows, columns, group = tile_of(N, BLOCK)
     size = tl.minimum(D, C - tl.program_id(1) * D)
+    rows, columns, group = tile_of(N, BLOCK)
     covariance_ptr += group * N * N
     gradient_ptr += group * N * N
     whitening_ptr += group * D * D
@@ -178,8 +178,8 @@ def finish(
     PDL: tl.constexpr,
 ):
     """The symmetric gradient for the covariance, times a factor: (dZ - t I) / tr(Σ), t the sum of the tiles' `sums`."""
-    rows, columns, group = tile_of(N, BLOCK)
     size = tl.minimum(D, C - tl.program_id(1) * D)
+    rows, columns, group = tile_of(N, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
     # The forward's, so older than the launch before.
     trace = trace_of(covariance_ptr + group * N * N, size, eps, N, PADDED)
     follow(PDL)

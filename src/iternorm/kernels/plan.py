@@ -107,8 +107,10 @@ class Plan:
         self._sizes: dict[str, int] = {}
 
     def _make(self, name: str) -> Launch:
-        own = getattr(self, "_" + name, None)
-        return self.iteration.make(name) if own is None and self.iteration is not None else own()
+        # What is no launch of every layer is one of the iteration of large groups.
+        if self.iteration is None or hasattr(self, "_" + name):
+            return getattr(self, "_" + name)()
+        return self.iteration.make(name)
 
     def _passes(self, kernel: str, function, pointers: tuple, constants: dict[str, Any], whole_batch: bool) -> Launch:
         """A kernel that goes over the activation."""
