@@ -25,6 +25,10 @@ CASES = [
     ((2, 64, 9, 9), 64, 5, False),
     ((2, 64, 9, 9), 64, 5, True),
     ((3, 100, 6, 6), 72, 5, False),
+    ((3, 100, 6, 6), 72, 2, True),
+    ((3, 100, 6, 6), 72, 1, False),
+    ((3, 100, 6, 6), 72, 0, False),
+    ((2, 128, 8, 8), 128, 1, False),
     ((2, 128, 8, 8), 128, 3, True),
     ((5, 6, 30), 1, 5, False),
 ]
@@ -68,7 +72,9 @@ ACTIVATED = [((6, 7, 3, 4), 3, False), ((6, 7, 3, 4), 3, True), ((2, 32, 9, 9), 
 
 @pytest.mark.parametrize(("shape", "group_size", "last"), ACTIVATED)
 def test_an_activation_in_passing_is_one_after_the_layer(shape, group_size, last, poisoned_memory):
-    layers = [layer_for(shape, group_size=group_size, activation=activation) for activation in ("relu", None)]
+    # The activation has no part in the iteration: two steps will do.
+    arguments = {"group_size": group_size, "num_iters": 2}
+    layers = [layer_for(shape, activation=activation, **arguments) for activation in ("relu", None)]
     layers[1].load_state_dict(layers[0].state_dict())
     x = correlated(*shape, dtype=torch.float32)
     x = channels_last(x) if last else x
@@ -149,9 +155,9 @@ def test_rounding_cannot_make_zca_diverge():
     assert whitening.isfinite().all()
     # And the kernels do add it, forward and backward.
     x = correlated(6, 16, 5, 5, dtype=torch.float32)
-    for launch in ("newton", "newton_backward"):
+    for name in ("newton", "newton_backward"):
         for exact, expected in ((True, shapes.jitter(0)), (False, 0.0)):
-            found = plan.plan_for(x, None, None, 16, steps, None, exact).launches[launch]
+            found = plan.plan_for(x, None, None, 16, steps, None, exact).launches[name]
             assert found.constants["JITTER"] == expected
 
 
@@ -165,7 +171,9 @@ def test_zca_is_twice_differentiable_as_the_torch_path():
     assert relative_error(*results) < 1e-3
 
 
-@pytest.mark.parametrize(("count", "size", "num_iters"), [(2, 72, 5), (1, 128, 2), (3, 32, 3), (1, 33, 7)])
+@pytest.mark.parametrize(
+    ("count", "size", "num_iters"), [(2, 72, 5), (1, 128, 2), (3, 32, 3), (1, 33, 7), (2, 40, 1), (3, 9, 0)]
+)
 @pytest.mark.parametrize("keep", [True, False])
 def test_the_iteration_of_large_groups_equals_the_solver(count, size, num_iters, keep, poisoned_memory):
     factors = torch.randn(count, size, 4 * size, dtype=torch.float64)
@@ -198,14 +206,22 @@ def test_a_mean_of_a_thousand_deviations_costs_no_more_than_rounding_the_input(l
     assert relative_error(y, reference.iter_norm(x.double(), group_size=8)) < 1e-4
 
 
-@pytest.mark.parametrize("running", ["whitening", "covariance"])
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("group_size", [8, 72])
-def test_running_statistics_equal_those_of_the_torch_path(running, momentum, group_size):
+# What is averaged, momentum, group size, number of steps.
+AVERAGES = [
+    *((running, momentum, 8, 5) for running in ("whitening", "covariance") for momentum in (0.1, None)),
+    ("whitening", 0.1, 72, 2),
+    ("covariance", None, 72, 2),
+    ("whitening", None, 72, 1),
+    ("covariance", 0.1, 72, 0),
+]
+
+
+@pytest.mark.parametrize(("running", "momentum", "group_size", "num_iters"), AVERAGES)
+def test_running_statistics_equal_those_of_the_torch_path(running, momentum, group_size, num_iters, poisoned_memory):
     channels = 20 if group_size == 8 else 80
     shape = (4, channels, 4, 4)
     layers = [
-        IterNorm2d(channels, group_size=group_size, momentum=momentum, running=running, impl=impl)
+        IterNorm2d(channels, group_size=group_size, num_iters=num_iters, momentum=momentum, running=running, impl=impl)
         for impl in ("triton", "torch")
     ]
     for _ in range(3):
@@ -220,11 +236,19 @@ def test_running_statistics_equal_those_of_the_torch_path(running, momentum, gro
     assert relative_error(outputs[0], outputs[1]) < 2e-6
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("group_size", [8, 72])
-def test_a_batch_that_is_not_finite_leaves_the_running_statistics(value, group_size):
+NOT_FINITE = [
+    (torch.nan, "whitening", 8, 5),
+    (torch.inf, "covariance", 8, 5),
+    (torch.nan, "whitening", 72, 2),
+    (torch.inf, "covariance", 72, 1),
+]
+
+
+@pytest.mark.parametrize(("value", "running", "group_size", "num_iters"), NOT_FINITE)
+def test_a_batch_that_is_not_finite_leaves_the_running_statistics(value, running, group_size, num_iters):
     channels = 20 if group_size == 8 else 80
-    layer = layer_for((4, channels, 4, 4), group_size=group_size, momentum=None)
+    arguments = {"group_size": group_size, "num_iters": num_iters, "running": running}
+    layer = layer_for((4, channels, 4, 4), momentum=None, **arguments)
     layer(correlated(4, channels, 4, 4, dtype=torch.float32))
     before = state_of(layer)
     x = correlated(4, channels, 4, 4, dtype=torch.float32)
@@ -233,26 +257,30 @@ def test_a_batch_that_is_not_finite_leaves_the_running_statistics(value, group_s
     assert_same_state(layer, before)
 
 
-def test_without_affine_and_without_running_statistics():
-    layer = layer_for((6, 20, 5, 5), group_size=8, affine=False, track_running_stats=False)
-    x = correlated(6, 20, 5, 5, dtype=torch.float32).requires_grad_()
+@pytest.mark.parametrize(("channels", "group_size", "num_iters"), [(20, 8, 5), (100, 72, 0), (100, 72, 2)])
+def test_without_affine_and_without_running_statistics(channels, group_size, num_iters, poisoned_memory):
+    arguments = {"group_size": group_size, "num_iters": num_iters}
+    layer = layer_for((6, channels, 5, 5), affine=False, track_running_stats=False, **arguments)
+    x = correlated(6, channels, 5, 5, dtype=torch.float32).requires_grad_()
     y = layer(x)
     (gradient,) = torch.autograd.grad(y.square().sum() + y.sum(), x)
     z = x.detach().double().requires_grad_()
-    expected = reference.iter_norm(z, group_size=8)
+    expected = reference.iter_norm(z, **arguments)
     (wanted,) = torch.autograd.grad(expected.square().sum() + expected.sum(), z)
     assert relative_error(y, expected) < 2e-6
     # The gradient of Σ y² is what whitening leaves of it: small differences of large terms.
     assert (gradient - wanted).abs().max() < 1e-5 * wanted.abs().max() + 1e-5
 
 
-def test_gradients_for_the_parameters_alone():
-    layer = layer_for((6, 20, 5, 5), group_size=8)
-    x = correlated(6, 20, 5, 5, dtype=torch.float32)
+@pytest.mark.parametrize(("channels", "group_size"), [(20, 8), (100, 72)])
+def test_gradients_for_the_parameters_alone(channels, group_size, poisoned_memory):
+    arguments = {"group_size": group_size, "num_iters": 2}
+    layer = layer_for((6, channels, 5, 5), **arguments)
+    x = correlated(6, channels, 5, 5, dtype=torch.float32)
     grad = torch.randn_like(x)
     layer(x).backward(grad)
     inputs = [t.detach().double().requires_grad_() for t in (layer.weight, layer.bias)]
-    gradients = torch.autograd.grad(reference.iter_norm(x.double(), *inputs, group_size=8), inputs, grad.double())
+    gradients = torch.autograd.grad(reference.iter_norm(x.double(), *inputs, **arguments), inputs, grad.double())
     assert relative_error(layer.weight.grad, gradients[0]) < 2e-6
     assert relative_error(layer.bias.grad, gradients[1]) < 2e-6
 
@@ -279,10 +307,15 @@ def test_an_input_and_a_gradient_in_other_memory_are_copied():
     assert x.grad.abs().max() < 1e-4
 
 
-def test_two_runs_give_the_same_bits():
-    x = correlated(6, 20, 9, 9, dtype=torch.float32)
-    layer = layer_for(x.shape, group_size=16)
-    assert torch.equal(layer(x), layer(x))
+@pytest.mark.parametrize(("channels", "group_size"), [(20, 16), (72, 72)])
+def test_two_runs_give_the_same_bits(channels, group_size):
+    x = correlated(6, channels, 5, 5, dtype=torch.float32).requires_grad_()
+    layer = layer_for(x.shape, group_size=group_size, num_iters=2)
+    runs = []
+    for _ in range(2):
+        y = layer(x)
+        runs.append((y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), torch.ones_like(y).cumsum(1))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_kernels_that_cannot_run_say_why():

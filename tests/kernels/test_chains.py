@@ -1,0 +1,68 @@
+"""What a layer asks of the driver: one chain of launches each way, and of torch memory alone."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
+
+from iternorm import ops
+from iternorm.kernels import iteration, launch, launcher, plan
+
+# New memory, and parts of it.
+MEMORY = {"aten::new_empty", "aten::empty_like", "aten::slice", "aten::view", "aten::detach"}
+
+
+class Operations(TorchDispatchMode):
+    """Writes down the names of the operations that torch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+STEP = ("step", "step", "step")
+STEP_BACKWARD = ("product", "differentiate", "pair")
+CHAINS = [
+    (64, 5, ("newton", "apply"), ("newton_backward", "apply_backward")),
+    (128, 0, ("start", "blend", "apply"), ("prepare", "finish", "apply_backward")),
+    (
+        128,
+        3,
+        ("start", *STEP, "step", "step", "last_step", "blend", "apply"),
+        ("prepare", *STEP_BACKWARD, "product", "differentiate", "last_pair", "finish", "apply_backward"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("size", "num_iters", "forward", "backward"), CHAINS)
+def test_a_layer_is_one_chain_of_launches_and_no_operation_of_torch(size, num_iters, forward, backward, monkeypatch):
+    chains = []
+    monkeypatch.setattr(launcher.Launches, "run", lambda self, stream, names, arguments: chains.append(names))
+    # A plan that another test made has launches of its own.
+    monkeypatch.setattr(plan, "_plans", {})
+    x, weight, bias = torch.randn(3, size, 7, 7), torch.ones(size), torch.zeros(size)
+    statistics = ops.Running(torch.zeros(size), torch.zeros(1, size, size), torch.tensor(0), None, False)
+    with Operations() as operations:
+        _, state, found = launch.forward(x, weight, bias, size, num_iters, 1e-5, statistics)
+        launch.backward(x, x, weight, state, found, 1e-5, True)
+    assert chains == [("moments", "reduce", *forward), ("cross_moments", "cross_reduce", *backward)]
+    assert operations.names <= MEMORY
+
+
+@pytest.mark.parametrize("num_iters", [0, 1, 4])
+def test_the_iteration_alone_is_one_chain_each_way(num_iters, monkeypatch):
+    chains = []
+    monkeypatch.setattr(launcher.Launches, "run", lambda self, stream, names, arguments: chains.append(names))
+    covariance = torch.eye(130).expand(2, 130, 130).contiguous()
+    with Operations() as operations:
+        whitening, saved = iteration.solve(covariance, num_iters)
+        iteration.solve_backward(covariance, covariance, whitening, saved, num_iters)
+    assert [len(names) for names in chains] == [max(1, 3 * num_iters - 2), max(2, 3 * num_iters - 1)]
+    assert operations.names <= MEMORY
