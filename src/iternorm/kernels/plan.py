@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from iternorm.kernels.apply import apply_backward, apply_forward
+from iternorm.kernels.iteration import Iteration
 from iternorm.kernels.launcher import Launch, Launches
 from iternorm.kernels.moments import partial_moments, reduce_moments
 from iternorm.kernels.newton import newton_backward, newton_forward
@@ -17,6 +18,7 @@ from iternorm.kernels.shapes import (
     jitter,
     num_sms,
     parts,
+    precision,
     programs,
     shape_of,
     slots_of,
@@ -94,12 +96,21 @@ class Plan:
         self.shape = shape = shape_of(dense(x), key.group_size)
         self.at = state_of(shape.channels, key.group_size, key.num_iters)
         self.copied = dense(x) is not x
-        self.large = shape.padded > LARGEST_NEWTON
+        self.iteration: Iteration | None = None
+        if shape.padded > LARGEST_NEWTON:
+            sizes = (shape.num_groups, shape.group_size, shape.padded, shape.channels, key.num_iters)
+            self.iteration = Iteration(*sizes, precision(key.split), key.device, key.weight, key.running)
         self.quick = x.is_cuda and not INTERPRETED
         # A layer uses few of these: each is compiled when it is first launched.
-        self.launches = Launches(lambda name: getattr(self, "_" + name)(), key.device)
+        self.launches = Launches(self._make)
         self.run = self.launches.run
         self._sizes: dict[str, int] = {}
+
+    def _make(self, name: str) -> Launch:
+        # What is no launch of every layer is one of the iteration of large groups.
+        if self.iteration is None or hasattr(self, "_" + name):
+            return getattr(self, "_" + name)()
+        return self.iteration.make(name)
 
     def _passes(self, kernel: str, function, pointers: tuple, constants: dict[str, Any], whole_batch: bool) -> Launch:
         """A kernel that goes over the activation."""
@@ -232,7 +243,7 @@ class Plan:
     @property
     def kept(self) -> torch.dtype:
         """What the iteration keeps its matrices in."""
-        return torch.bfloat16 if self.newton_parts == 3 else torch.float32
+        return torch.bfloat16 if self.iteration is None and self.newton_parts == 3 else torch.float32
 
     @property
     def stride(self) -> int:
@@ -242,10 +253,10 @@ class Plan:
     @property
     def counts(self) -> bool:
         """Whether the apply kernel moves the counter of batches."""
-        return self.key.running is not None and self.key.running[2] and not self.large
+        return self.key.running is not None and self.key.running[2]
 
     def workspace(self, x: Tensor, name: str, stream: int | None) -> Tensor:
-        """Room for the partial sums of all programs, and backward for two matrices a group.
+        """Room for the partial sums of all programs, and backward for two matrices a group and the iteration's own.
 
         Launches of one stream follow each other, so its layers share one buffer. A captured graph may be replayed on
         another stream, and gets its own.
@@ -253,7 +264,8 @@ class Plan:
         size = self._sizes.get(name)
         if size is None:
             padded, count = self.shape.padded, self.shape.num_groups
-            size = self._sizes[name] = (self.launches[name].grid[0] * (padded + 2) + 2 * padded) * count * padded
+            size = (self.launches[name].grid[0] * (padded + 2) + 2 * padded) * count * padded
+            size = self._sizes[name] = size + (0 if self.iteration is None else self.iteration.backward_work)
         if stream is None or torch._C._cuda_isCurrentStreamCapturing():
             return x.new_empty(size, dtype=torch.float32)
         shared = _workspaces.get((self.key.device, stream))
