@@ -14,7 +14,7 @@ from torch import Tensor
 from iternorm.kernels.large import combine, differentiate
 from iternorm.kernels.large_ends import blend, finish, prepare, start
 from iternorm.kernels.launcher import Launch, Launches, on_device
-from iternorm.kernels.shapes import INTERPRETED, large_slots_of, parts, precision
+from iternorm.kernels.shapes import INTERPRETED, parts, precision, slots_of
 
 # Small tiles, that there be many: 14 launches at N = 512 took 70 us with tiles of 32x32, 173 with 64x64, on an H200.
 BLOCK, STAGES = 32, 3
@@ -78,7 +78,7 @@ class Iteration:
     @property
     def saved(self) -> int:
         """The elements of fp32 that `forward` leaves for `backward`."""
-        return large_slots_of(self._num_iters) * self._step
+        return slots_of(self._num_iters) * self._step
 
     @property
     def forward_work(self) -> int:
@@ -99,7 +99,7 @@ class Iteration:
         absent = 0 if isinstance(covariance, int) else None
         if steps < 2:
             return [("start", (covariance, absent, absent, whitening, eps))]
-        kept = self._places(saved, large_slots_of(steps))
+        kept = self._places(saved, slots_of(steps))
         residuals, iterates = kept[:steps], kept[steps:]
         between, scale = self._places(work, 2)
         calls: list[Call] = [("start", (covariance, residuals[0], scale, iterates[0], eps))]
@@ -143,7 +143,7 @@ class Iteration:
         d_residual, d_iterate, other_residual, other_iterate, shared, sums = self._places(work, 6)
         given = (gradient, covariance, whitening, weight, grad_weight)
         calls: list[Call] = [("prepare", (*given, d_residual, d_iterate, sums, eps))]
-        kept = self._places(saved, large_slots_of(steps))
+        kept = self._places(saved, slots_of(steps))
         for k in range(1, steps):
             before, residual, iterate = kept[k - 1], kept[k], kept[steps + k - 1]
             calls.append(("product", (d_residual, before, *(absent,) * 6, shared, 1.0, 0.0)))
@@ -243,7 +243,7 @@ class _Chain:
     def __init__(self, iteration: Iteration, device: torch.device):
         self.iteration = iteration
         self._device = device
-        self._launches = Launches(iteration.make, device)
+        self._launches = Launches(iteration.make)
 
     def run(self, calls_for, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -12,7 +12,7 @@ from torch import Tensor
 from iternorm import groups, plain
 from iternorm.kernels.launcher import on_device
 from iternorm.kernels.plan import Plan, plan_for
-from iternorm.kernels.shapes import State, dense, state_of, unsupported, views
+from iternorm.kernels.shapes import dense, state_of, unsupported, views
 
 __all__ = ["backward", "dense", "forward", "infer", "on_device", "plan_for", "state_of", "unsupported", "views"]
 
@@ -26,8 +26,9 @@ def _pointers(quick: bool) -> tuple[Any, int | None]:
     return (Tensor.data_ptr, 0) if quick else (_itself, None)
 
 
-def _parts_of(state: Tensor, at: State, quick: bool) -> tuple:
+def _parts_of(state: Tensor, plan: Plan, quick: bool) -> tuple:
     """Mean, variance, flag, covariance, whitening and iterates in the state: addresses, or tensors for Triton."""
+    at = plan.at
     if quick:
         base = state.data_ptr()
         # Written out: a loop here costs as much as a launch.
@@ -42,7 +43,7 @@ def _parts_of(state: Tensor, at: State, quick: bool) -> tuple:
         )
     # Where there are no iterates their part is empty, and any memory will do for it.
     slices = [state[offset if offset < at.size else 0 :] for offset in at[:-1]]
-    slices[2] = slices[2].view(torch.int32)
+    slices[2], slices[5] = slices[2].view(torch.int32), slices[5].view(plan.kept)
     return tuple(slices)
 
 
@@ -60,16 +61,15 @@ def forward(
     if plan.copied:
         x = dense(x)
         plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu)
-    at = plan.at
     mean: Any
     mean, matrix, num_batches, momentum, _ = running or (None, None, None, None, None)
     stream = plan.stream(x, weight, bias, mean, matrix)
     quick = stream is not None
     ptr, absent = _pointers(quick)
-    state = (x.new_zeros if zeroed else x.new_empty)(at.size, dtype=torch.float32)
+    state = (x.new_zeros if zeroed else x.new_empty)(plan.at.size, dtype=torch.float32)
     y = torch.empty_like(x)
     source, partials = ptr(x), ptr(plan.workspace(x, "moments", stream))
-    batch_mean, variance, finite, covariance, whitening, iterates = _parts_of(state, at, quick)
+    batch_mean, variance, finite, covariance, whitening, iterates = _parts_of(state, plan, quick)
     moments = (source, source, absent, absent, partials)
     reduction = (partials, covariance, batch_mean, variance)
     counter = absent if num_batches is None else ptr(num_batches)
@@ -116,7 +116,7 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
         cross, second, work, partials = (workspace[n:] for n in (0, half, 2 * half, 2 * half + own))
     source, gradient, grad_sum = ptr(x), ptr(grad), ptr(grad_bias)
     passing = absent if output is None else ptr(output)
-    mean, _, _, covariance, whitening, iterates = _parts_of(state, plan.at, quick)
+    mean, _, _, covariance, whitening, iterates = _parts_of(state, plan, quick)
     scale = absent if weight is None else ptr(weight)
     scale_gradient = absent if grad_weight is None else ptr(grad_weight)
     names = ("cross_moments", "cross_reduce")

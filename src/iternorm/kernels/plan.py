@@ -99,10 +99,10 @@ class Plan:
         self.iteration: Iteration | None = None
         if shape.padded > LARGEST_NEWTON:
             sizes = (shape.num_groups, shape.group_size, shape.padded, shape.channels, key.num_iters)
-            self.iteration = Iteration(*sizes, self.precision, key.device, key.weight, key.running)
+            self.iteration = Iteration(*sizes, precision(key.split), key.device, key.weight, key.running)
         self.quick = x.is_cuda and not INTERPRETED
         # A layer uses few of these: each is compiled when it is first launched.
-        self.launches = Launches(self._make, key.device)
+        self.launches = Launches(self._make)
         self.run = self.launches.run
         self._sizes: dict[str, int] = {}
 
@@ -165,12 +165,11 @@ class Plan:
 
     def _newton(self) -> Launch:
         shape, running, fp32 = self.shape, self.key.running, torch.float32
-        slots = slots_of(self.key.num_iters)
         mean, matrix, counted, cumulative, is_covariance = running or (None, None, False, False, False)
         return Launch(
             newton_forward,
             (shape.num_groups, 1),
-            (fp32,) * 5 + (mean, matrix, torch.int64 if counted else None, torch.int32),
+            (fp32,) * 4 + (self.kept, mean, matrix, torch.int64 if counted else None, torch.int32),
             (0.1, 0.1),
             (shape.channels,),
             (0,),
@@ -178,13 +177,13 @@ class Plan:
                 "T": self.key.num_iters,
                 "D": shape.group_size,
                 "BD": shape.padded,
-                "SLOTS": slots,
+                "STRIDE": self.stride,
                 "RUNNING": running is not None,
                 "CUMULATIVE": cumulative,
                 "RUNNING_COVARIANCE": is_covariance,
-                "SAVE": slots > 0,
+                "SAVE": self.stride > 0,
                 "JITTER": jitter(self.key.split) if self.key.exact else 0.0,
-                "PRECISION": self.precision,
+                "PARTS": self.newton_parts,
             },
             NEWTON_WARPS,
             self.key.device,
@@ -195,7 +194,7 @@ class Plan:
         return Launch(
             newton_backward,
             (shape.num_groups, 1),
-            (fp32,) * 4 + (weight, None if weight is None else fp32, fp32),
+            (fp32,) * 3 + (self.kept, weight, None if weight is None else fp32, fp32),
             (0.1,),
             (shape.samples, shape.channels),
             (1,),
@@ -203,10 +202,10 @@ class Plan:
                 "T": self.key.num_iters,
                 "D": shape.group_size,
                 "BD": shape.padded,
-                "SLOTS": slots_of(self.key.num_iters),
+                "STRIDE": self.stride,
                 "AFFINE": weight is not None,
                 "JITTER": jitter(self.key.split) if self.key.exact else 0.0,
-                "PRECISION": self.precision,
+                "PARTS": self.newton_parts,
             },
             NEWTON_WARPS,
             self.key.device,
@@ -235,9 +234,21 @@ class Plan:
         )
 
     @property
-    def precision(self) -> str:
-        """Of the iteration's products; the interpreter knows one."""
-        return precision(3 if self.key.exact and self.key.split else self.key.split)
+    def newton_parts(self) -> int:
+        """How the iteration multiplies: 3 bfloat16 parts, 1 TF32, or 0 for the interpreter, which knows fp32."""
+        if self.key.split == 0:
+            return 0
+        return 3 if self.key.exact or self.key.split == 3 else 1
+
+    @property
+    def kept(self) -> torch.dtype:
+        """What the iteration keeps its matrices in."""
+        return torch.bfloat16 if self.iteration is None and self.newton_parts == 3 else torch.float32
+
+    @property
+    def stride(self) -> int:
+        """From a group's kept matrices to the next one's."""
+        return slots_of(self.key.num_iters) * self.shape.padded**2 * (3 if self.newton_parts == 3 else 1)
 
     @property
     def counts(self) -> bool:
