@@ -1,4 +1,4 @@
-"""What a layer asks of the driver: one chain of launches each way, and of torch memory alone."""
+"""What a layer is made of: one chain of launches each way, and of torch's operations those that give memory."""
 
 import pytest
 import torch

@@ -201,7 +201,7 @@ def errors_against_torch(x, num_iters):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("running", ["whitening", "covariance"])
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("group_size", [48, 100])
+@pytest.mark.parametrize("group_size", [48, 100, 120])
 def test_running_statistics_and_eval(dtype, running, momentum, group_size):
     arguments = {"group_size": group_size, "running": running, "momentum": momentum, "device": "cuda"}
     layers = [IterNorm2d(200, impl=impl, **arguments) for impl in ("triton", "torch")]
@@ -223,11 +223,13 @@ def test_running_statistics_and_eval(dtype, running, momentum, group_size):
     assert relative_error(*outputs) < 5e-3
 
 
-def test_two_runs_give_the_same_bits():
+@pytest.mark.parametrize(("group_size", "setting"), [(64, "highest"), (128, "high")])
+def test_two_runs_give_the_same_bits(group_size, setting, precision):
+    precision(setting)
     for dtype, last in itertools.product((torch.float32, torch.bfloat16), (False, True)):
         x = activation((32, 128, 28, 28), dtype, last)
         grad = torch.randn_like(x)
-        layer = layer_for(x.shape)
+        layer = layer_for(x.shape, group_size=group_size)
         runs = []
         for _ in range(3):
             y = layer(x.requires_grad_())
@@ -236,18 +238,52 @@ def test_two_runs_give_the_same_bits():
             assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
 
 
+# How often each kernel is launched at T=5, forward and backward.
+KERNELS = {
+    64: (
+        {"partial_moments": 1, "reduce_moments": 1, "newton_forward": 1, "apply_forward": 1},
+        {"partial_moments": 1, "reduce_moments": 1, "newton_backward": 1, "apply_backward": 1},
+    ),
+    128: (
+        {"partial_moments": 1, "reduce_moments": 1, "start": 1, "combine": 12, "blend": 1, "apply_forward": 1},
+        {
+            "partial_moments": 1,
+            "reduce_moments": 1,
+            "prepare": 1,
+            "combine": 8,
+            "differentiate": 4,
+            "finish": 1,
+            "apply_backward": 1,
+        },
+    ),
+}
+
+
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-def test_auto_chooses_the_kernels():
-    x = activation((8, 64, 8, 8), torch.float32)
-    layer = layer_for(x.shape, impl="auto")
+@pytest.mark.parametrize("size", KERNELS)
+def test_auto_chooses_the_kernels(size, precision):
+    # Else the last of the backward is left to torch where groups have 128 channels.
+    precision("high")
+    x = activation((8, size, 8, 8), torch.float32).requires_grad_()
+    grad = torch.randn_like(x)
+    layer = layer_for(x.shape, impl="auto", group_size=size)
+
+    def launches(call):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            result = call()
+            torch.cuda.synchronize()
+        # What is left beside the calls of the runtime are kernels.
+        events = [e for e in profile.key_averages() if not e.key.startswith(("cu", "Activity"))]
+        return result, {event.key: event.count for event in events}
+
+    def backward(y):
+        return torch.autograd.grad(y, (x, layer.weight, layer.bias), grad)
+
     # Loading a kernel is an event of its own.
-    layer(x)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        layer(x)
-        torch.cuda.synchronize()
-    # What is left beside the calls of the runtime are kernels.
-    names = {event.key for event in profile.key_averages() if not event.key.startswith(("cu", "Activity"))}
-    assert names == {"partial_moments", "reduce_moments", "newton_forward", "apply_forward"}
+    backward(layer(x))
+    y, forward_launches = launches(lambda: layer(x))
+    _, backward_launches = launches(lambda: backward(y))
+    assert (forward_launches, backward_launches) == KERNELS[size]
 
 
 def test_compiled_with_a_dynamic_batch_equals_eager():
@@ -266,8 +302,10 @@ def test_compiled_with_a_dynamic_batch_equals_eager():
         assert relative_error(a, b) < 1e-6
 
 
-def test_a_cuda_graph_replays_training_steps():
-    layer = layer_for((16, 128, 16, 16))
+@pytest.mark.parametrize(("group_size", "setting"), [(64, "highest"), (128, "high")])
+def test_a_cuda_graph_replays_training_steps(group_size, setting, precision):
+    precision(setting)
+    layer = layer_for((16, 128, 16, 16), group_size=group_size)
     eager = copy.deepcopy(layer)
     static, grad = activation((16, 128, 16, 16), torch.float32).requires_grad_(), torch.randn(16, 128, 16, 16).cuda()
 
@@ -296,8 +334,9 @@ def test_a_cuda_graph_replays_training_steps():
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_no_synchronization_in_a_step():
-    layer = layer_for((16, 128, 16, 16), momentum=None)
+@pytest.mark.parametrize("group_size", [64, 128])
+def test_no_synchronization_in_a_step(group_size):
+    layer = layer_for((16, 128, 16, 16), group_size=group_size, momentum=None)
     x = activation((16, 128, 16, 16), torch.float32).requires_grad_()
     layer(x).sum().backward()
     torch.cuda.set_sync_debug_mode("error")

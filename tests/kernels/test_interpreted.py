@@ -259,7 +259,8 @@ def test_a_batch_that_is_not_finite_leaves_the_running_statistics(value, running
 
 @pytest.mark.parametrize(("channels", "group_size", "num_iters"), [(20, 8, 5), (100, 72, 0), (100, 72, 2)])
 def test_without_affine_and_without_running_statistics(channels, group_size, num_iters, poisoned_memory):
-    arguments = {"group_size": group_size, "num_iters": num_iters}
+    # An eps that shows.
+    arguments = {"group_size": group_size, "num_iters": num_iters, "eps": 0.1}
     layer = layer_for((6, channels, 5, 5), affine=False, track_running_stats=False, **arguments)
     x = correlated(6, channels, 5, 5, dtype=torch.float32).requires_grad_()
     y = layer(x)

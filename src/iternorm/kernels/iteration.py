@@ -87,8 +87,8 @@ class Iteration:
 
     @property
     def backward_work(self) -> int:
-        """Those that `backward` wants for itself, rounded up to 16 bytes."""
-        return 5 * self._step + -(-self._count * self._tiles // 4) * 4
+        """Those that `backward` wants for itself, more than `forward`."""
+        return 5 * self._step + self._count * self._tiles
 
     def forward(self, covariance, whitening, saved, work, eps: float) -> list[Call]:
         """The whitening matrices ``[G, D, D]`` of covariances ``[G, N, N]`` without eps.

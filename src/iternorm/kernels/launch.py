@@ -107,13 +107,13 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
     grad_bias = x.new_empty(shape.channels, dtype=torch.float32)
     grad_weight = None if weight is None else torch.empty_like(grad_bias)
     workspace = plan.workspace(x, "cross_moments", stream)
-    # The workspace begins with the reduced matrix, B and the iteration's own; the rest is for the partials.
-    half, own = shape.num_groups * shape.padded**2, 0 if plan.iteration is None else plan.iteration.backward_work
+    # The first part of the workspace is for the reduced matrix and for B, the rest for the partials.
+    half = shape.num_groups * shape.padded**2
     if quick:
         cross = workspace.data_ptr()
-        second, work, partials = cross + 4 * half, cross + 8 * half, cross + 8 * half + 4 * own
+        second, partials = cross + 4 * half, cross + 8 * half
     else:
-        cross, second, work, partials = (workspace[n:] for n in (0, half, 2 * half, 2 * half + own))
+        cross, second, partials = workspace, workspace[half:], workspace[2 * half :]
     source, gradient, grad_sum = ptr(x), ptr(grad), ptr(grad_bias)
     passing = absent if output is None else ptr(output)
     mean, _, _, covariance, whitening, iterates = _parts_of(state, plan, quick)
@@ -125,7 +125,7 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
         names = (*names, "newton_backward")
         arguments = (*arguments, (cross, covariance, whitening, iterates, scale, scale_gradient, second, eps))
     else:
-        matrices = (cross, covariance, whitening, iterates, scale, scale_gradient, work, second)
+        matrices = (cross, covariance, whitening, iterates, scale, scale_gradient, partials, second)
         calls = plan.iteration.backward(*matrices, eps, 2 / shape.samples)
         # The gradient of the weight is complete with the first of them.
         more, values = zip(*(calls if needs_input else calls[:1]), strict=True)

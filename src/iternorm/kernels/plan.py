@@ -256,7 +256,7 @@ class Plan:
         return self.key.running is not None and self.key.running[2]
 
     def workspace(self, x: Tensor, name: str, stream: int | None) -> Tensor:
-        """Room for the partial sums of all programs, and backward for two matrices a group and the iteration's own.
+        """Room for two matrices a group, and for the partial sums of all programs and later the iteration's own.
 
         Launches of one stream follow each other, so its layers share one buffer. A captured graph may be replayed on
         another stream, and gets its own.
@@ -264,8 +264,10 @@ class Plan:
         size = self._sizes.get(name)
         if size is None:
             padded, count = self.shape.padded, self.shape.num_groups
-            size = (self.launches[name].grid[0] * (padded + 2) + 2 * padded) * count * padded
-            size = self._sizes[name] = size + (0 if self.iteration is None else self.iteration.backward_work)
+            size = self.launches[name].grid[0] * (padded + 2) * count * padded
+            if self.iteration is not None:
+                size = max(size, self.iteration.backward_work)
+            size = self._sizes[name] = size + 2 * padded * count * padded
         if stream is None or torch._C._cuda_isCurrentStreamCapturing():
             return x.new_empty(size, dtype=torch.float32)
         shared = _workspaces.get((self.key.device, stream))
