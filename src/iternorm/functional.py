@@ -4,8 +4,8 @@ The signatures follow `torch.nn.functional.batch_norm`. ``impl="auto"`` takes th
 half, bfloat16 or single precision, for Newton's iteration with groups of up to 128 channels, and for ZCA with groups of
 up to 64, which they compute by that iteration run to convergence. On the CPU it takes C kernels for training in single
 and double precision, where the machine has a C compiler and they are faster. It takes the torch path for the rest.
-``impl="native"`` is the C kernels, and ``impl="torch"`` never takes them. ``impl="reference"`` is the paper written plainly.
-An implementation that is named and cannot run raises.
+``impl="native"`` is the C kernels, and ``impl="torch"`` never takes them. ``impl="reference"`` is the paper written
+plainly. An implementation that is named and cannot run raises.
 """
 
 import torch

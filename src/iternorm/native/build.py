@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 REALS = {torch.float32: ("float", 4), torch.float64: ("double", 8)}
-# No link with OpenMP: torch has brought its own, and a second one in the process would have threads of its own. What that
-# one lacks must show when the library is loaded, not when it is called.
+# No link with OpenMP: torch has brought its own, and a second one in the process would have its own threads. What it
+# lacks must show when the library is loaded, not when it is called.
 _COMPILE = (
     "-O3",
     "-march=native",
@@ -101,30 +101,27 @@ def _with_compiler(compiler: list[str], dtype: torch.dtype) -> ctypes.CDLL:
     version = _run([*compiler, "--version"])
     decisive = [source.read_bytes(), version.encode(), _cpu().encode(), repr((compiler, flags, _LINK)).encode()]
     key = hashlib.sha256(b"\0".join(decisive)).hexdigest()[:32]
+    name = f"{key}-{real}.so"
+    try:
+        return _load(cache_folder() / name)
+    except (OSError, RuntimeError):
+        # Not built yet; or cut short, or of a machine with another system library; or a user without a home.
+        pass
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as scratch:
-            return _kept(folder / f"{key}-{real}.so", compiler, flags, source, Path(scratch))
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, BuildError):
-            raise
-    # A cache that cannot be written, or loaded from: the library stays in memory when its file is gone.
-    with tempfile.TemporaryDirectory(prefix="iternorm-") as scratch:
-        return _load(_build(compiler, flags, source, Path(scratch)))
-
-
-def _kept(path: Path, compiler: list[str], flags: tuple[str, ...], source: Path, scratch: Path) -> ctypes.CDLL:
-    if path.exists():
-        try:
-            return _load(path)
-        except OSError:
-            # Cut short, or of a machine whose system library is another: built anew below.
-            pass
-    built = _build(compiler, flags, source, scratch)
-    # Complete before it has its name, and two processes may do this at once.
-    built.replace(path)
-    return _load(path)
+            built = _build(compiler, flags, source, Path(scratch))
+            library = _load(built)
+            # Whole, and seen to load, before it has its name; two processes may do this at once.
+            built.replace(folder / name)
+            return library
+    except BuildError:
+        raise
+    except (OSError, RuntimeError):
+        # A cache that cannot be written: the library stays in memory when its file is gone.
+        with tempfile.TemporaryDirectory(prefix="iternorm-") as scratch:
+            return _load(_build(compiler, flags, source, Path(scratch)))
 
 
 def _build(compiler: list[str], flags: tuple[str, ...], source: Path, scratch: Path) -> Path:
