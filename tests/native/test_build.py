@@ -1,6 +1,7 @@
 """Compiling the C kernels: what is written and where, and what happens where it cannot be done."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,16 +50,17 @@ def compiler(monkeypatch, tmp_path):
 
 def start(code, *args, **variables):
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), **{k: str(v) for k, v in variables.items()}}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *args], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command, pipe = [sys.executable, "-c", code, *args], subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
 def output_of(process):
     try:
         output, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
+    except subprocess.TimeoutExpired:
+        # With the children that it may have forked.
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     assert process.returncode == 0, errors
     return output
 
@@ -85,13 +87,15 @@ def test_one_file_a_dtype_is_kept_and_loaded_again(fresh, compiler, tmp_path):
     assert len(list(fresh.iterdir())) == 2
 
 
-@pytest.mark.parametrize("change", ["source", "compiler", "processor"])
+@pytest.mark.parametrize("change", ["source", "compiler", "flags", "processor"])
 def test_a_library_of_something_else_is_not_loaded(fresh, compiler, monkeypatch, change, tmp_path):
     compiler('exec {real} "$@"')
     build.library(torch.float32)
     build._libraries.clear()
     if change == "compiler":
         compiler('[ "$1" = --version ] && echo another\nexec {real} "$@"')
+    elif change == "flags":
+        monkeypatch.setattr(build, "_COMPILE", (*build._COMPILE, "-g"))
     elif change == "processor":
         monkeypatch.setattr(build, "_cpu", lambda: "another")
     else:
