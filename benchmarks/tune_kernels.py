@@ -48,15 +48,15 @@ def prepare(shape, mode, rows):
         activation, gradient, result, v = x.data_ptr(), grad.data_ptr(), out.data_ptr(), vector.data_ptr()
         partial, reduced = workspace.data_ptr(), matrix.data_ptr()
         if kernel == "moments":
-            plan.launch("moments")(stream, (activation, activation, None, partial))
-            plan.launch("reduce")(stream, (partial, reduced, v, v))
+            plan.launches["moments"](stream, (activation, activation, 0, 0, partial))
+            plan.launches["reduce"](stream, (partial, reduced, v, v))
         elif kernel == "cross_moments":
-            plan.launch("cross_moments")(stream, (gradient, activation, v, partial))
-            plan.launch("cross_reduce")(stream, (partial, reduced, v, None))
+            plan.launches["cross_moments"](stream, (gradient, activation, 0, v, partial))
+            plan.launches["cross_reduce"](stream, (partial, reduced, v, 0))
         elif kernel == "apply":
-            plan.launch("apply")(stream, (activation, result, reduced, v, v, v, None, None))
+            plan.launches["apply"](stream, (activation, result, reduced, v, v, v, 0, 0))
         else:
-            plan.launch("apply_backward")(stream, (gradient, activation, result, reduced, reduced, v, v, v))
+            plan.launches["apply_backward"](stream, (gradient, activation, 0, result, reduced, reduced, v, v, v))
 
     return {kernel: functools.partial(call, kernel) for kernel in KERNELS}
 

@@ -205,6 +205,8 @@ def normalize(
     """
     if process_group is None or impl == "native":
         impl = choose_impl(impl, x, group_size, solver)
+    elif impl != "auto":
+        impl = "torch"
     if not training and statistics is not None:
         with torch.no_grad():
             dtype = plain.compute_dtype(x.dtype)
@@ -226,6 +228,8 @@ def normalize(
     if impl == "reference":
         y, mean, covariance, whitening = _reference(x, weight, bias, group_size, solver, num_iters, eps)
     else:
+        if impl == "auto" and fused.has_large_newton(x, group_size, solver, num_iters):
+            solver = "newton_triton"
         y, mean, covariance, whitening = ops.whiten(
             x, weight, bias, group_size, solver, num_iters, eps, process_group, impl
         )

@@ -4,14 +4,13 @@ Eager code calls the kernels directly; `torch.compile` sees two operators. `iter
 imported when it is first used.
 """
 
-from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from iternorm import ops
+from iternorm import groups, ops
 
 HAS_TRITON = find_spec("triton") is not None
 _launch: Any = None
@@ -34,6 +33,16 @@ def no_kernels(x: Tensor, group_size: int, solver: str) -> str | None:
     if not HAS_TRITON:
         return "triton is not installed"
     return kernels().unsupported(x, group_size, solver)
+
+
+def has_large_newton(x: Tensor, group_size: int, solver: str, num_iters: int) -> bool:
+    """Whether the iteration alone runs in kernels, for groups that are too large for the others.
+
+    A compiler sees the torch path's products, which it can place in a graph.
+    """
+    if not x.is_cuda or solver != "newton" or x.dtype == torch.float64 or torch.compiler.is_compiling():
+        return False
+    return HAS_TRITON and num_iters > 1 and groups.effective_size(x.shape[1], group_size) >= 64
 
 
 # Newton's steps to convergence. A step multiplies a small eigenvalue of the normalized covariance by 9/4, so that 24
@@ -81,7 +90,7 @@ class _WhitenEager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, settings, statistics):
-        with _on_device(x):
+        with kernels().on_device(x.device):
             y, state, ctx.plan = kernels().forward(
                 x,
                 weight,
@@ -155,7 +164,7 @@ def _fused_forward_op(
     exact: bool,
     relu: bool,
 ) -> tuple[Tensor, Tensor]:
-    with _on_device(x):
+    with kernels().on_device(x.device):
         return kernels().forward(x, weight, bias, group_size, num_iters, eps, exact=exact, relu=relu, zeroed=True)[:2]
 
 
@@ -178,7 +187,7 @@ def _fused_backward_op(
     exact: bool,
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with _on_device(x):
+    with kernels().on_device(x.device):
         relu = output is not None
         plan = kernels().plan_for(kernels().dense(x), weight, None, group_size, num_iters, None, exact, relu)
         gradients = kernels().backward(grad, x, weight, state, plan, eps, needs_input, output)
@@ -204,14 +213,5 @@ def infer_fused(
     x: Tensor, whitening: Tensor, mean: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, relu: bool
 ) -> Tensor:
     """y = diag(γ) W (x - μ) + β from running statistics, in one launch, and what is positive of it with `relu`."""
-    with _on_device(x):
+    with kernels().on_device(x.device):
         return kernels().infer(x, whitening, mean, weight, bias, group_size, relu)
-
-
-def _on_device(x: Tensor):
-    """Kernels are launched on the current device: make it that of `x` where it is another."""
-    same = not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
-    return _NO_CHANGE if same else torch.cuda.device(x.device)
-
-
-_NO_CHANGE = nullcontext()

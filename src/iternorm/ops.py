@@ -305,6 +305,7 @@ def differentiable_whiten(x, weight, bias, group_size, solver, num_iters, eps) -
 
 SOLVE = {
     "newton": solvers.newton,
+    "newton_triton": solvers.newton,
     "zca": lambda covariance, _: solvers.zca(covariance),
     "pca": lambda covariance, _: solvers.pca(covariance),
     "cholesky": lambda covariance, _: solvers.cholesky(covariance),

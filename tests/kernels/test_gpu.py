@@ -92,6 +92,23 @@ def test_output_and_gradients_against_fp64(name, shape, group_size, last, precis
 
 
 @pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize(
+    ("shape", "group_size"), [((32, 320, 14, 14), 256), ((16, 160, 20, 20), None), ((4000, 130), 130)]
+)
+@pytest.mark.parametrize("last", [False, True])
+def test_groups_above_128_against_fp64(name, shape, group_size, last, precision, poisoned_memory):
+    if last and len(shape) < 4:
+        pytest.skip("channels_last has four or five dimensions")
+    dtype, setting, budget = BUDGETS[name]
+    precision(setting)
+    x = activation(shape, dtype, last)
+    # Their iteration runs in kernels unless torch is asked for.
+    assert fused.has_large_newton(x, group_size or shape[1], "newton", 5)
+    found = errors(layer_for(shape, group_size=group_size, impl="auto"), x, torch.randn_like(x))
+    assert max(found) < budget, found
+
+
+@pytest.mark.parametrize("name", BUDGETS)
 @pytest.mark.parametrize(("shape", "group_size"), [((16, 128, 16, 16), 64), ((8, 80, 7, 9), 48), ((8, 128, 9, 9), 128)])
 @pytest.mark.parametrize("last", [False, True])
 def test_an_activation_in_passing_is_one_after_the_layer(name, shape, group_size, last, precision, poisoned_memory):
@@ -109,9 +126,10 @@ def test_an_activation_in_passing_is_one_after_the_layer(name, shape, group_size
         with torch.no_grad():
             inferred = layer.eval()(x) if layer.activation else layer.eval()(x).relu()
         results.append((y, inferred, values.grad, layer.weight.grad, layer.bias.grad))
-    # The same kernels but for the number of stages: what differs is the order of sums, if anything.
+    # The same kernels but for their tiles, so sums differ in their order. An element of 16 bits that lies at the edge
+    # of two roundings may then fall to the other side: that is 4e-3 of it in bfloat16, and few do.
     for actual, expected in zip(*results, strict=True):
-        assert relative_error(actual, expected) < 1e-5
+        assert relative_error(actual, expected) < (1e-5 if actual.dtype == torch.float32 else 5e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

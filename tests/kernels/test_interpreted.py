@@ -151,7 +151,7 @@ def test_rounding_cannot_make_zca_diverge():
     x = correlated(6, 16, 5, 5, dtype=torch.float32)
     for launch in ("newton", "newton_backward"):
         for exact, expected in ((True, shapes.jitter(0)), (False, 0.0)):
-            found = plan.plan_for(x, None, None, 16, steps, None, exact).launch(launch)
+            found = plan.plan_for(x, None, None, 16, steps, None, exact).launches[launch]
             assert found.constants["JITTER"] == expected
 
 
@@ -163,6 +163,22 @@ def test_zca_is_twice_differentiable_as_the_torch_path():
         (first,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
         results.append(torch.autograd.grad(first.square().sum(), x)[0])
     assert relative_error(*results) < 1e-3
+
+
+@pytest.mark.parametrize(("count", "size", "num_iters"), [(2, 72, 5), (1, 128, 2), (3, 32, 3), (1, 33, 7)])
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_iteration_of_large_groups_equals_the_solver(count, size, num_iters, keep, poisoned_memory):
+    factors = torch.randn(count, size, 4 * size, dtype=torch.float64)
+    covariance = (factors @ factors.mT / (4 * size)).requires_grad_()
+    expected = solvers.newton(covariance, num_iters)
+    grad = torch.randn_like(expected)
+    (wanted,) = torch.autograd.grad(expected, covariance, grad)
+    single = covariance.detach().float()
+    whitening, saved = solvers.solve(single, "newton_triton", num_iters, keep)
+    found = solvers.solve_backward(grad.float(), single, whitening, saved, "newton_triton", num_iters)
+    assert len(saved) == keep
+    assert relative_error(whitening, expected) < 2e-6
+    assert relative_error(found, (wanted + wanted.mT) / 2) < 2e-6
 
 
 def test_many_steps_stay_accurate():

@@ -127,7 +127,6 @@ def apply_forward(
     PDL: tl.constexpr,
 ):
     """y = diag(γ) W (x - μ) + β (math.md, Eq. 1), and what is positive of it with an activation."""
-    follow(PDL)
     program = tl.program_id(0)
     group = tl.program_id(1)
     index = tl.arange(0, BD)
@@ -138,14 +137,16 @@ def apply_forward(
         channels = features * L
     i = index[:, None]
     j = index[None, :]
-    matrix = tl.load(whitening_ptr + group * D * D + i * D + j, mask=(i < D) & (j < D), other=0.0).to(tl.float32)
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0).to(tl.float32)
-    if WEIGHT:
-        weight = tl.load(weight_ptr + features, mask=valid, other=0.0).to(tl.float32)
-        matrix = matrix * weight[:, None]
     offset = tl.zeros([BD], dtype=tl.float32)
     if BIAS:
         offset = tl.load(bias_ptr + features, mask=valid, other=0.0).to(tl.float32)
+    if WEIGHT:
+        weight = tl.load(weight_ptr + features, mask=valid, other=0.0).to(tl.float32)
+    follow(PDL)
+    matrix = tl.load(whitening_ptr + group * D * D + i * D + j, mask=(i < D) & (j < D), other=0.0).to(tl.float32)
+    if WEIGHT:
+        matrix = matrix * weight[:, None]
     if PARTS == 1:
         rounded = matrix.to(tl.bfloat16)
         offset -= tl.sum(rounded.to(tl.float32) * mean[None, :], 1)
@@ -244,7 +245,6 @@ def apply_backward(
     PDL: tl.constexpr,
 ):
     """dx = Aᵀ dy + B (x - μ) - Aᵀ Σdy / m (math.md, Eq. 23); dy where the output is positive with an activation."""
-    follow(PDL)
     program = tl.program_id(0)
     group = tl.program_id(1)
     index = tl.arange(0, BD)
@@ -260,10 +260,11 @@ def apply_backward(
     if WEIGHT:
         weight = tl.load(weight_ptr + features, mask=valid, other=0.0).to(tl.float32)
         first_matrix = first_matrix * weight[None, :]
-    second_matrix = tl.load(second_ptr + group * BD * BD + i * BD + j)
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
     grad_sum = tl.load(grad_sum_ptr + features, mask=valid, other=0.0)
     offset = -tl.sum(first_matrix * (grad_sum / M)[None, :], 1)
+    follow(PDL)
+    second_matrix = tl.load(second_ptr + group * BD * BD + i * BD + j)
     if PARTS == 1:
         first_rounded = first_matrix.to(tl.bfloat16)
         second_rounded = second_matrix.to(tl.bfloat16)

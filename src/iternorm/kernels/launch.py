@@ -11,14 +11,21 @@ from torch import Tensor
 
 from iternorm import groups, plain, solvers
 from iternorm import running as statistics
+from iternorm.kernels import large
+from iternorm.kernels.launcher import on_device
 from iternorm.kernels.plan import Plan, plan_for
-from iternorm.kernels.shapes import State, dense, state_of, unsupported, views
+from iternorm.kernels.shapes import State, dense, large_slots_of, state_of, unsupported, views
 
-__all__ = ["backward", "dense", "forward", "infer", "plan_for", "state_of", "unsupported", "views"]
+__all__ = ["backward", "dense", "forward", "infer", "on_device", "plan_for", "state_of", "unsupported", "views"]
 
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _pointers(quick: bool) -> tuple[Any, int | None]:
+    """How a tensor is passed to a kernel, by address or for Triton as it is, and what stands for an absent one."""
+    return (Tensor.data_ptr, 0) if quick else (_itself, None)
 
 
 def _parts_of(state: Tensor, at: State, quick: bool) -> tuple:
@@ -55,28 +62,31 @@ def forward(
     if plan.copied:
         x = dense(x)
         plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu)
-    at, launch = plan.at, plan.launch
+    at = plan.at
     mean: Any
     mean, matrix, num_batches, momentum, _ = running or (None, None, None, None, None)
     stream = plan.stream(x, weight, bias, mean, matrix)
     quick = stream is not None
-    ptr: Any = Tensor.data_ptr if quick else _itself
+    ptr, absent = _pointers(quick)
     state = (x.new_zeros if zeroed else x.new_empty)(at.size, dtype=torch.float32)
     y = torch.empty_like(x)
     source, partials = ptr(x), ptr(plan.workspace(x, "moments", stream))
     batch_mean, variance, finite, covariance, whitening, iterates = _parts_of(state, at, quick)
-    launch("moments")(stream, (source, source, None, None, partials))
-    launch("reduce")(stream, (partials, covariance, batch_mean, variance))
-    counter = None if num_batches is None else ptr(num_batches)
+    moments = (source, source, absent, absent, partials)
+    reduction = (partials, covariance, batch_mean, variance)
+    counter = absent if num_batches is None else ptr(num_batches)
+    affine = (absent if weight is None else ptr(weight), absent if bias is None else ptr(bias))
+    counting = (counter, finite) if plan.counts else (absent, absent)
+    application = (source, ptr(y), whitening, batch_mean, *affine, *counting)
     if plan.large:
+        plan.run(stream, ("moments", "reduce"), (moments, reduction))
         _large_newton(state, plan, eps, running)
+        plan.run(stream, ("apply",), (application,))
     else:
-        buffers = (None, None) if running is None else (ptr(mean), ptr(matrix))
-        pointers = (covariance, batch_mean, variance, whitening, iterates, *buffers, counter, finite)
-        launch("newton")(stream, pointers, eps, 0.0 if momentum is None else momentum)
-    affine = (None if weight is None else ptr(weight), None if bias is None else ptr(bias))
-    counting = (counter, finite) if plan.counts else (None, None)
-    launch("apply")(stream, (source, ptr(y), whitening, batch_mean, *affine, *counting))
+        buffers = (absent, absent) if running is None else (ptr(mean), ptr(matrix))
+        rate = 0.0 if momentum is None else momentum
+        newton = (covariance, batch_mean, variance, whitening, iterates, *buffers, counter, finite, eps, rate)
+        plan.run(stream, ("moments", "reduce", "newton", "apply"), (moments, reduction, newton, application))
     return y, state, plan
 
 
@@ -88,10 +98,10 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
     x = dense(x)
     if grad.stride() != x.stride():
         grad = torch.empty_like(x).copy_(grad)
-    shape, launch = plan.shape, plan.launch
+    shape = plan.shape
     stream = plan.stream(x, grad, weight, output)
     quick = stream is not None
-    ptr = Tensor.data_ptr if quick else _itself
+    ptr, absent = _pointers(quick)
     grad_bias = x.new_empty(shape.channels, dtype=torch.float32)
     grad_weight = None if weight is None else torch.empty_like(grad_bias)
     workspace = plan.workspace(x, "cross_moments", stream)
@@ -103,26 +113,31 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
     else:
         cross, second, partials = workspace, workspace[half:], workspace[2 * half :]
     source, gradient, grad_sum = ptr(x), ptr(grad), ptr(grad_bias)
-    passing = None if output is None else ptr(output)
+    passing = absent if output is None else ptr(output)
     mean, _, _, covariance, whitening, iterates = _parts_of(state, plan.at, quick)
-    scale = None if weight is None else ptr(weight)
-    launch("cross_moments")(stream, (gradient, source, passing, mean, partials))
-    launch("cross_reduce")(stream, (partials, cross, grad_sum, None))
-    matrices = workspace[: 2 * half] if plan.large else None
-    if matrices is not None:
+    scale = absent if weight is None else ptr(weight)
+    names = ("cross_moments", "cross_reduce")
+    arguments = ((gradient, source, passing, mean, partials), (partials, cross, grad_sum, absent))
+    if plan.large:
+        plan.run(stream, names, arguments)
+        matrices = workspace[: 2 * half]
         grad_weight = _large_newton_backward(matrices, state, weight, plan, eps)
+        if needs_input and plan.key.split == 3:
+            # Two matrices of 128x128 in three parts each ask for more shared memory than there is.
+            if output is not None:
+                grad = torch.where(output > 0, grad, 0)
+            return _large_apply_backward(grad, x, matrices, state, grad_bias, weight, plan), grad_weight, grad_bias
+        names, arguments = (), ()
     else:
-        scale_gradient = None if grad_weight is None else ptr(grad_weight)
-        launch("newton_backward")(stream, (cross, covariance, whitening, iterates, scale, scale_gradient, second), eps)
-    if not needs_input:
-        return None, grad_weight, grad_bias
-    if matrices is not None and plan.key.split == 3:
-        # Two matrices of 128x128 in three parts each ask for more shared memory than there is.
-        if output is not None:
-            grad = torch.where(output > 0, grad, 0)
-        return _large_apply_backward(grad, x, matrices, state, grad_bias, weight, plan), grad_weight, grad_bias
-    dx = torch.empty_like(x)
-    launch("apply_backward")(stream, (gradient, source, passing, ptr(dx), whitening, second, mean, grad_sum, scale))
+        scale_gradient = absent if grad_weight is None else ptr(grad_weight)
+        names = (*names, "newton_backward")
+        arguments = (*arguments, (cross, covariance, whitening, iterates, scale, scale_gradient, second, eps))
+    dx = None
+    if needs_input:
+        dx = torch.empty_like(x)
+        names = (*names, "apply_backward")
+        arguments = (*arguments, (gradient, source, passing, ptr(dx), whitening, second, mean, grad_sum, scale))
+    plan.run(stream, names, arguments)
     return dx, grad_weight, grad_bias
 
 
@@ -132,16 +147,18 @@ def infer(x, whitening, mean, weight, bias, group_size, relu=False) -> Tensor:
     plan = plan_for(x, weight, bias, group_size, 0, None, relu=relu)
     y = torch.empty_like(x)
     stream = plan.stream(x, whitening, mean, weight, bias)
-    ptr = _itself if stream is None else Tensor.data_ptr
-    affine = (None if weight is None else ptr(weight), None if bias is None else ptr(bias))
-    plan.launch("apply")(stream, (ptr(x), ptr(y), ptr(whitening), ptr(mean), *affine, None, None))
+    ptr, absent = _pointers(stream is not None)
+    affine = (absent if weight is None else ptr(weight), absent if bias is None else ptr(bias))
+    plan.run(stream, ("apply",), ((ptr(x), ptr(y), ptr(whitening), ptr(mean), *affine, absent, absent),))
     return y
 
 
-def _inside(plan: Plan, like: Tensor) -> Tensor:
-    """1 where a matrix ``[G, d, d]`` belongs to its group, 0 in the padding of a smaller last one."""
-    members = groups.pad_vector(like.new_ones(plan.shape.channels), plan.shape.group_size)
-    return members[:, :, None] * members[:, None, :]
+def _within(matrices: Tensor, plan: Plan) -> Tensor:
+    """Matrices ``[G, d, d]`` with zeros in the padding of a smaller last group."""
+    if plan.shape.channels % plan.shape.group_size == 0:
+        return matrices
+    members = groups.pad_vector(matrices.new_ones(plan.shape.channels), plan.shape.group_size)
+    return matrices * members[:, :, None] * members[:, None, :]
 
 
 def _regularized(covariance: Tensor, plan: Plan, eps: float) -> Tensor:
@@ -151,12 +168,23 @@ def _regularized(covariance: Tensor, plan: Plan, eps: float) -> Tensor:
     return covariance[:, :size, :size] + torch.diag_embed(members)
 
 
+def _iterates(state: Tensor, plan: Plan) -> Tensor:
+    """Where the iteration of groups above 64 keeps its matrices, ``[2 T + 1, G, d, d]``."""
+    size, count = plan.shape.group_size, plan.shape.num_groups
+    slots = large_slots_of(plan.key.num_iters)
+    return state[plan.at.iterates : plan.at.iterates + slots * count * size**2].view(slots, count, size, size)
+
+
 def _large_newton(state: Tensor, plan: Plan, eps: float, running) -> None:
-    """The iteration of groups above 64 by batched products."""
+    """The iteration of groups above 64, by products of whole matrices."""
     key, size = plan.key, plan.shape.group_size
     mean, covariance, whitening = views(state, plan.shape.channels, key.group_size, key.num_iters)
-    solved, _ = solvers.solve(_regularized(covariance, plan, eps), "newton", key.num_iters)
-    whitening.copy_(solved * _inside(plan, solved))
+    regularized = _regularized(covariance, plan, eps)
+    if key.num_iters > 1:
+        solved, _ = large.solve(regularized, key.num_iters, _iterates(state, plan))
+    else:
+        solved, _ = solvers.solve(regularized, "newton", key.num_iters)
+    whitening.copy_(_within(solved, plan))
     if running is not None:
         value = covariance[:, :size, :size] if running.is_covariance else whitening
         statistics.update(running.mean, running.matrix, running.num_batches, mean, value, running.momentum)
@@ -173,9 +201,12 @@ def _large_newton_backward(matrices: Tensor, state: Tensor, weight, plan: Plan, 
         grad_weight = groups.unpad_vector((gradient * whitening).sum(-1), shape.channels)
         gradient = gradient * groups.pad_vector(weight.to(gradient.dtype), size)[:, :, None]
     regularized = _regularized(covariance, plan, eps)
-    result = solvers.solve_backward(gradient, regularized, whitening, (), "newton", key.num_iters)
+    if key.num_iters > 1:
+        result = large.solve_backward(gradient, regularized, whitening, _iterates(state, plan), key.num_iters)
+    else:
+        result = solvers.solve_backward(gradient, regularized, whitening, (), "newton", key.num_iters)
     second.zero_()
-    second[:, :size, :size] = result * _inside(plan, result) * (2 / shape.samples)
+    second[:, :size, :size] = _within(result, plan) * (2 / shape.samples)
     return grad_weight
 
 

@@ -14,7 +14,11 @@ from triton.language.extra import cuda
 
 @triton.jit
 def follow(PDL: tl.constexpr):
-    """Wait for the launch before, then let the next one be brought up: programmatic dependent launch."""
+    """Wait for the launch before, then let the next one be brought up: programmatic dependent launch.
+
+    What the launch before that one wrote, and all that is older, may be read earlier than this: it was complete before
+    the launch before let this one begin.
+    """
     if PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -247,7 +251,6 @@ def partial_moments(
     activation (`RELU`), dy where the output of the layer is positive.
     `WHOLE` says that every group fills its tile: no channel is masked.
     """
-    follow(PDL)
     program = tl.program_id(0)
     group = tl.program_id(1)
     index = tl.arange(0, BD)
@@ -257,6 +260,9 @@ def partial_moments(
         channels = channels * L
     first = program * tiles_per_program * BL
     last = tl.minimum(first + tiles_per_program * BL, M)
+    if not SELF:
+        shift = tl.load(mean_ptr + group * D + index, mask=valid, other=0.0)
+    follow(PDL)
 
     if SELF:
         pointers = tile_pointers(x_ptr, sample_offsets(first, L, C, BL, ROWS, BIG), channels, ROWS)
@@ -266,8 +272,6 @@ def partial_moments(
         if PARTS == 1:
             # A bfloat16 value less a bfloat16 shift rounds to bfloat16 with little loss.
             shift = shift.to(tl.bfloat16).to(tl.float32)
-    else:
-        shift = tl.load(mean_ptr + group * D + index, mask=valid, other=0.0)
 
     gram = tl.zeros([BD, BD], dtype=tl.float32)
     mixed = tl.zeros([BD, BD], dtype=tl.float32)
@@ -341,7 +345,11 @@ def reduce_moments(
         slot = (base + p).to(tl.int64)
         mask = present[:, None]
         block = tl.load(workspace_ptr + (slot * BD + row)[:, None] * BD + columns[None, :], mask=mask, other=0.0)
-        s = tl.load(sums_ptr + slot[:, None] * BD + columns[None, :], mask=mask, other=0.0)
+        if SELF:
+            wanted = mask
+        else:
+            wanted = mask & (row == 0)
+        s = tl.load(sums_ptr + slot[:, None] * BD + columns[None, :], mask=wanted, other=0.0)
         if SELF:
             count = tl.maximum(tl.minimum(M - p * samples_per_program, samples_per_program), 0).to(tl.float32)
             delta = tl.load(pilots_ptr + slot[:, None] * BD + columns[None, :], mask=mask, other=0.0)

@@ -67,14 +67,27 @@ def newton_forward(
 
     `JITTER` is added to the variances, relative to each: see `shapes.jitter`.
     """
-    follow(PDL)
     group = tl.program_id(0)
     i = tl.arange(0, BD)[:, None]
     j = tl.arange(0, BD)[None, :]
     tile = i * BD + j
     size = tl.minimum(D, C - group * D)
     identity = tl.where((i == j) & (i < size), 1.0, 0.0)
+    inside = (i < D) & (j < D)
+    target = group * D * D + i * D + j
+    c = tl.arange(0, BD)
+    member = c < size
+    if RUNNING:
+        # Read early, while the launch before is at work; the last to write them was another batch.
+        old = tl.load(running_matrix_ptr + target, mask=inside, other=0.0).to(tl.float32)
+        old_mean = tl.load(running_mean_ptr + group * D + c, mask=member, other=0.0).to(tl.float32)
+        if CUMULATIVE:
+            momentum = 1.0 / (tl.load(num_batches_ptr) + 1).to(tl.float32)
+    follow(PDL)
 
+    if RUNNING:
+        keep = all_finite(mean_ptr, variance_ptr, C)
+        mean = tl.load(mean_ptr + group * D + c, mask=member, other=0.0)
     raw = tl.load(covariance_ptr + group * BD * BD + tile)
     covariance = raw + (eps + JITTER * raw) * identity
     trace = tl.sum(tl.sum(covariance * identity, 1), 0)
@@ -94,25 +107,14 @@ def newton_forward(
                 tl.store(saved + (T + k - 2) * BD * BD, iterate)
             iterate = 1.5 * iterate - 0.5 * product(iterate, residual, PRECISION)
     whitening = iterate * tl.rsqrt(trace)
-    inside = (i < D) & (j < D)
-    target = group * D * D + i * D + j
     tl.store(whitening_ptr + target, whitening, mask=inside)
 
     if RUNNING:
-        keep = all_finite(mean_ptr, variance_ptr, C)
-        if CUMULATIVE:
-            momentum = 1.0 / (tl.load(num_batches_ptr) + 1).to(tl.float32)
         if RUNNING_COVARIANCE:
             value = raw
         else:
             value = whitening
-        old = tl.load(running_matrix_ptr + target, mask=inside, other=0.0).to(tl.float32)
-        new = tl.where(keep, old + momentum * (value - old), old)
-        tl.store(running_matrix_ptr + target, new, mask=inside)
-        c = tl.arange(0, BD)
-        member = c < size
-        mean = tl.load(mean_ptr + group * D + c, mask=member, other=0.0)
-        old_mean = tl.load(running_mean_ptr + group * D + c, mask=member, other=0.0).to(tl.float32)
+        tl.store(running_matrix_ptr + target, tl.where(keep, old + momentum * (value - old), old), mask=inside)
         new_mean = tl.where(keep, old_mean + momentum * (mean - old_mean), old_mean)
         tl.store(running_mean_ptr + group * D + c, new_mean, mask=member)
         if group == 0:
@@ -142,7 +144,6 @@ def newton_backward(
     PDL: tl.constexpr,
 ):
     """Σ dy (x-μ)ᵀ -> d(weight) and the matrix B of dx = Aᵀ dy + B (x-μ) + c (Eq. 10-12, 22-24)."""
-    follow(PDL)
     group = tl.program_id(0)
     i = tl.arange(0, BD)[:, None]
     j = tl.arange(0, BD)[None, :]
@@ -151,19 +152,20 @@ def newton_backward(
     identity = tl.where((i == j) & (i < size), 1.0, 0.0)
     c = tl.arange(0, BD)
     member = c < size
-
-    cross = tl.load(cross_ptr + group * BD * BD + tile)
-    transposed = tl.load(cross_ptr + group * BD * BD + j * BD + i)
     whitening = tl.load(whitening_ptr + group * D * D + i * D + j, mask=(i < D) & (j < D), other=0.0)
-    if AFFINE:
-        grad_weight = tl.sum(cross * whitening, 1)
-        tl.store(grad_weight_ptr + group * D + c, grad_weight, mask=member)
-        weight = tl.load(weight_ptr + group * D + c, mask=member, other=0.0).to(tl.float32)
-        cross = cross * weight[:, None]
-        transposed = transposed * weight[None, :]
     covariance = tl.load(covariance_ptr + group * BD * BD + tile)
     covariance += (eps + JITTER * covariance) * identity
     trace = tl.sum(tl.sum(covariance * identity, 1), 0)
+    if AFFINE:
+        weight = tl.load(weight_ptr + group * D + c, mask=member, other=0.0).to(tl.float32)
+    follow(PDL)
+
+    cross = tl.load(cross_ptr + group * BD * BD + tile)
+    transposed = tl.load(cross_ptr + group * BD * BD + j * BD + i)
+    if AFFINE:
+        tl.store(grad_weight_ptr + group * D + c, tl.sum(cross * whitening, 1), mask=member)
+        cross = cross * weight[:, None]
+        transposed = transposed * weight[None, :]
     through_trace = 0.5 * tl.sum(tl.sum(cross * whitening, 1), 0)
     if T == 0:
         gradient = -through_trace * identity

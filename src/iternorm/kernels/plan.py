@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from iternorm.kernels.apply import apply_backward, apply_forward
-from iternorm.kernels.launcher import Launch
+from iternorm.kernels.launcher import Launch, Launches
 from iternorm.kernels.moments import partial_moments, reduce_moments
 from iternorm.kernels.newton import newton_backward, newton_forward
 from iternorm.kernels.shapes import (
@@ -98,14 +98,9 @@ class Plan:
         self.large = shape.padded > LARGEST_NEWTON
         self.quick = x.is_cuda and not INTERPRETED
         # A layer uses few of these: each is compiled when it is first launched.
-        self._launches: dict[str, Launch] = {}
+        self.launches = Launches(lambda name: getattr(self, "_" + name)(), key.device)
+        self.run = self.launches.run
         self._sizes: dict[str, int] = {}
-
-    def launch(self, name: str) -> Launch:
-        found = self._launches.get(name)
-        if found is None:
-            found = self._launches[name] = getattr(self, "_" + name)()
-        return found
 
     def _passes(self, kernel: str, function, pointers: tuple, constants: dict[str, Any], whole_batch: bool) -> Launch:
         """A kernel that goes over the activation."""
@@ -248,7 +243,7 @@ class Plan:
         size = self._sizes.get(name)
         if size is None:
             padded, count = self.shape.padded, self.shape.num_groups
-            size = self._sizes[name] = (self.launch(name).grid[0] * (padded + 2) + 2 * padded) * count * padded
+            size = self._sizes[name] = (self.launches[name].grid[0] * (padded + 2) + 2 * padded) * count * padded
         if stream is None or torch._C._cuda_isCurrentStreamCapturing():
             return x.new_empty(size, dtype=torch.float32)
         shared = _workspaces.get((self.key.device, stream))

@@ -77,7 +77,7 @@ class State(NamedTuple):
     finite: int  # one int32
     covariance: int  # [G, BD, BD], without eps
     whitening: int  # [G, d, d]
-    iterates: int  # [G, 2 T - 2, BD, BD]
+    iterates: int  # [G, 2 T - 2, BD, BD], or [2 T + 1, G, d, d] of a group above 64
     size: int
 
 
@@ -85,9 +85,9 @@ def state_of(channels: int, group_size: int, num_iters: int) -> State:
     size = groups.effective_size(channels, group_size)
     padded = padded_size(size)
     count = groups.num_groups(channels, group_size)
-    slots = slots_of(num_iters) if padded <= LARGEST_NEWTON else 0
+    kept = slots_of(num_iters) * padded**2 if padded <= LARGEST_NEWTON else large_slots_of(num_iters) * size**2
     offsets = [0]
-    for length in (channels, channels, 1, count * padded**2, count * size**2, count * slots * padded**2):
+    for length in (channels, channels, 1, count * padded**2, count * size**2, count * kept):
         # Every part begins at 16 bytes, as the kernels' loads expect.
         offsets.append(offsets[-1] + -(-length // 4) * 4)
     return State(*offsets)
@@ -96,6 +96,11 @@ def state_of(channels: int, group_size: int, num_iters: int) -> State:
 def slots_of(num_iters: int) -> int:
     """How many iterates the backward wants: R_1..R_{T-1} and Z_1..Z_{T-1}."""
     return max(0, 2 * num_iters - 2)
+
+
+def large_slots_of(num_iters: int) -> int:
+    """The same for a group above 64: R_0..R_{T-1}, Z_1..Z_T and one matrix between; none where there is no product."""
+    return 2 * num_iters + 1 if num_iters > 1 else 0
 
 
 def views(state: Tensor, channels: int, group_size: int, num_iters: int) -> tuple[Tensor, Tensor, Tensor]:
