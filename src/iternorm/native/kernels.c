@@ -103,18 +103,23 @@ static long tile_reals(const Shape *s) { return (s->rows ? tile_length(s) : padd
 /* What a chunk leaves of a group: the matrix, the sums, the pilot. */
 static long partial_reals(const Shape *s) { return whole(padded(s) * (padded(s) + 2), LINE); }
 
-/* The runs of contiguous positions in [first, first + count) of planes: `run` of them at x + `at`, `done` before. */
-#define FOR_EACH_RUN(s, first, count) \
-  for (long done = 0, run, at; \
-       done < (count) && (at = ((first) + done) / (s)->length * (s)->channels * (s)->length + \
-                               ((first) + done) % (s)->length, \
-                          run = least((s)->length - ((first) + done) % (s)->length, (count)-done), 1); \
-       done += run)
+/* Where a position of planes begins, from the start of a group; the last one for those behind it. */
+INLINE long offset_of(const Shape *s, long position) {
+  long inside = least(position, num_positions(s) - 1);
+  return inside / s->length * s->channels * s->length + inside % s->length;
+}
+
+/* The runs of contiguous positions in `count` of planes from x + `offset` on, `inside` a plane: `run` of them at x + `at`,
+   `done` before. */
+#define FOR_EACH_RUN(s, offset, inside, count) \
+  for (long done = 0, run, at = (offset), begun = (inside); \
+       done < (count) && (run = least((s)->length - begun, (count)-done), 1); \
+       done += run, at += (s)->channels * (s)->length - begun, begun = 0)
 
 /* Planes as [d, tile_stride], with zeros up to whole vectors and up to whole blocks of channels. */
 static void pack_planes(const Shape *s, const REAL *x, long width, long first, long count, const REAL *shift,
                         REAL *sums, REAL *tile) {
-  long end = whole(count, W);
+  long end = whole(count, W), offset = offset_of(s, first), inside = first % s->length;
   for (long c = 0; c < padded(s); c++) {
     REAL *row = tile + c * tile_stride(s), rest = 0, by = shift && c < width ? shift[c] : 0;
     V sum = {0};
@@ -122,7 +127,7 @@ static void pack_planes(const Shape *s, const REAL *x, long width, long first, l
       memset(row, 0, end * sizeof(REAL));
       continue;
     }
-    FOR_EACH_RUN(s, first, count) {
+    FOR_EACH_RUN(s, offset, inside, count) {
       const REAL *from = x + c * s->length + at;
       long i = 0;
       for (; i + W <= run; i += W) {
@@ -142,16 +147,14 @@ static void pack_planes(const Shape *s, const REAL *x, long width, long first, l
 INLINE void pack_columns(const Shape *s, const REAL *x, long count, const REAL *shift, REAL *sums, REAL *tile,
                          const int vectors, const int whole_vector, long lanes) {
   V by[4], sum[4];
-  REAL values[4 * W];
-  memset(values, 0, sizeof(values));
+  REAL values[4 * W] = {0};
   if (shift) memcpy(values, shift, lanes * sizeof(REAL));
   UNROLL for (int j = 0; j < vectors; j++) by[j] = load(values + j * W), sum[j] = (V){0};
   for (long p = 0; p < count; p++) {
     const REAL *from = x + p * s->channels;
     REAL *to = tile + p * padded(s);
     if (!whole_vector) {
-      memset(values, 0, sizeof(V));
-      memcpy(values, from, lanes * sizeof(REAL));
+      for (long i = 0; i < W; i++) values[i] = i < lanes ? from[i] : 0;
       from = values;
     }
     UNROLL for (int j = 0; j < vectors; j++) {
@@ -283,25 +286,22 @@ static void outer_products(const REAL *a, const REAL *b, long size, long length,
   }
 }
 
-/* Half a row of the tile that follows, for the n-th block of products to fetch; any address will do. */
-INLINE const REAL *upcoming(const Shape *s, const REAL *x, long group, long first, long n) {
-  long position = first < num_positions(s) ? first : 0, width = width_of(s, group);
-  return group_of(s, x, group) + position / s->length * s->channels * s->length + position % s->length +
-         n / 2 % width * s->length + n % 2 * (tile_length(s) / 2);
-}
-
 /* matrix += the products of two tiles of planes, `first` being the position of the tile that follows. */
 static void dot_products(const Shape *s, const REAL *y, const REAL *x, long group, long first, const REAL *a,
                          const REAL *b, long length, REAL *matrix) {
-  long size = padded(s), stride = tile_stride(s), n = 0;
+  long size = padded(s), stride = tile_stride(s), row = 0, half = 0, end = whole(length, W);
+  /* Each block of products fetches half a row of the tile that follows, of x and then of y; any address will do. */
+  const REAL *next = group_of(s, x, group) + offset_of(s, first);
+  const REAL *after = group_of(s, y, group) + offset_of(s, first);
   /* Two blocks of rows at a time: what they are multiplied with comes from the second-level cache once for both. */
   for (long i = 0; i < size; i += 2 * DOT_ROWS)
     for (long j = a == b ? i : 0; j < size; j += DOT_COLUMNS)
       for (long k = i; k < least(i + 2 * DOT_ROWS, size); k += DOT_ROWS) {
         if (a == b && j + DOT_COLUMNS <= k) continue;
-        const REAL *next = upcoming(s, n < 2 * size ? x : y, group, first, n);
-        dots(a + k * stride, b + j * stride, stride, whole(length, W), matrix + k * size + j, size, next);
-        n++;
+        dots(a + k * stride, b + j * stride, stride, end, matrix + k * size + j, size, next + row * s->length + half);
+        half = half ? 0 : tile_length(s) / 2;
+        row += !half;
+        if (row == size) row = 0, next = after;
       }
 }
 
@@ -497,35 +497,35 @@ static void plane_blocks(const REAL *matrix, const REAL *tile, long depth, const
 static void map_plane_tile(const Shape *s, const Terms *terms, long group, long first, long count, const REAL *matrix,
                            const REAL *start, REAL *tile, REAL *result, REAL *out, int streamed) {
   long d = s->group_size, width = width_of(s, group), depth = terms->count * d, step = PLANE_VECTORS * W;
+  long at_first = offset_of(s, first), at_next = offset_of(s, first + count);
+  long inside = first % s->length, together = inside + count <= s->length, full = together && count == step;
   REAL *to = (REAL *)group_of(s, out, group);
   for (long term = 0; term < terms->count; term++) {
     const REAL *from = group_of(s, terms->inputs[term], group);
     for (long c = 0; c < d; c++) {
       REAL *row = tile + (term * d + c) * step;
-      if (c < width && count == step && first % s->length + count <= s->length) {
-        const REAL *plane = from + first / s->length * s->channels * s->length + c * s->length + first % s->length;
+      if (c < width && full) {
+        const REAL *plane = from + at_first + c * s->length;
         for (int j = 0; j < PLANE_VECTORS; j++) *(V *)(row + j * W) = load(plane + j * W);
         continue;
       }
       memset(row, 0, whole(count, W) * sizeof(REAL));
       if (c < width)
-        FOR_EACH_RUN(s, first, count) memcpy(row + done, from + c * s->length + at, run * sizeof(REAL));
+        FOR_EACH_RUN(s, at_first, inside, count) memcpy(row + done, from + c * s->length + at, run * sizeof(REAL));
     }
   }
-  int direct = count % W == 0 && first % s->length + count <= s->length;
-  long next = first + count, following = next / s->length * s->channels * s->length + next % s->length;
   for (long c = 0; c < width; c += PLANE_CHANNELS) {
-    REAL *place = to + first / s->length * s->channels * s->length + c * s->length + first % s->length;
-    int whole_block = direct && c + PLANE_CHANNELS <= width;
+    REAL *place = to + at_first + c * s->length;
+    int whole_block = together && count % W == 0 && c + PLANE_CHANNELS <= width;
     /* The tile that follows; any address will do. */
     for (long term = 0; term < terms->count; term++)
       for (long i = 0; i < PLANE_CHANNELS; i++)
         for (long j = 0; j < PLANE_VECTORS; j++)
-          __builtin_prefetch(group_of(s, terms->inputs[term], group) + following + (c + i) * s->length + j * W);
+          __builtin_prefetch(group_of(s, terms->inputs[term], group) + at_next + (c + i) * s->length + j * W);
     plane_blocks(matrix + c * depth, tile, depth, start + c, whole_block ? place : result, whole_block ? s->length : step,
                  whole(count, W) / W, whole_block && streamed);
     for (long i = 0; !whole_block && i < least(PLANE_CHANNELS, width - c); i++)
-      FOR_EACH_RUN(s, first, count)
+      FOR_EACH_RUN(s, at_first, inside, count)
         memcpy(to + (c + i) * s->length + at, result + i * step + done, run * sizeof(REAL));
   }
 }
