@@ -53,13 +53,13 @@ def solve(covariance: Tensor, solver: str, num_iters: int, keep: bool = False) -
     """The whitening matrix, and what `solve_backward` needs beside the covariance and the whitening matrix.
 
     With `keep`, that includes 2 T - 2 matrices of Newton's iteration, which would otherwise be computed once more.
-    The solver "newton_triton" is newton in kernels, for batches of fp32 matrices on a GPU and two steps or more.
+    The solver "newton_triton" is newton in kernels, for batches of fp32 matrices on a GPU.
     """
     if solver == "newton_triton":
-        from iternorm.kernels import large
+        from iternorm.kernels import iteration
 
-        whitening, kept = large.solve(covariance, num_iters)
-        return (whitening, (kept,)) if keep else (whitening.clone(), ())
+        whitening, kept = iteration.solve(covariance, num_iters)
+        return whitening, (kept,) if keep else ()
     if solver == "newton":
         whitening, residuals, iterates = _newton(covariance, num_iters)
         return whitening, (*residuals[1:], *iterates) if keep else ()
@@ -76,10 +76,10 @@ def solve_backward(
 ) -> Tensor:
     """The symmetric gradient for the covariance, given the gradient for the whitening matrix."""
     if solver == "newton_triton":
-        from iternorm.kernels import large
+        from iternorm.kernels import iteration
 
-        kept = saved[0] if saved else large.solve(covariance, num_iters)[1]
-        return large.solve_backward(grad, covariance, whitening, kept, num_iters)
+        kept = saved[0] if saved else iteration.solve(covariance, num_iters)[1]
+        return iteration.solve_backward(grad, covariance, whitening, kept, num_iters)
     if solver == "newton":
         return _newton_backward(grad, covariance, whitening, num_iters, saved)
     if solver == "cholesky":

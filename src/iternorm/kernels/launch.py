@@ -1,7 +1,7 @@
 """One whitening layer on the GPU: `forward`, `backward` and `infer`.
 
-Forward and backward are four launches each (partial moments, reduction, newton, apply). A group of more than 64
-channels leaves the iteration to batched matrix products, between the same moments and apply kernels.
+Forward and backward are one chain of launches each: partial moments, reduction, newton, apply. Where groups have more
+than 64 channels, the launches of `iternorm.kernels.iteration` stand for newton.
 """
 
 from typing import Any
@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iternorm import groups, plain, solvers
-from iternorm import running as statistics
-from iternorm.kernels import large
+from iternorm import groups, plain
 from iternorm.kernels.launcher import on_device
 from iternorm.kernels.plan import Plan, plan_for
-from iternorm.kernels.shapes import State, dense, large_slots_of, state_of, unsupported, views
+from iternorm.kernels.shapes import dense, state_of, unsupported, views
 
 __all__ = ["backward", "dense", "forward", "infer", "on_device", "plan_for", "state_of", "unsupported", "views"]
 
@@ -28,8 +26,9 @@ def _pointers(quick: bool) -> tuple[Any, int | None]:
     return (Tensor.data_ptr, 0) if quick else (_itself, None)
 
 
-def _parts_of(state: Tensor, at: State, quick: bool) -> tuple:
+def _parts_of(state: Tensor, plan: Plan, quick: bool) -> tuple:
     """Mean, variance, flag, covariance, whitening and iterates in the state: addresses, or tensors for Triton."""
+    at = plan.at
     if quick:
         base = state.data_ptr()
         # Written out: a loop here costs as much as a launch.
@@ -44,7 +43,7 @@ def _parts_of(state: Tensor, at: State, quick: bool) -> tuple:
         )
     # Where there are no iterates their part is empty, and any memory will do for it.
     slices = [state[offset if offset < at.size else 0 :] for offset in at[:-1]]
-    slices[2] = slices[2].view(torch.int32)
+    slices[2], slices[5] = slices[2].view(torch.int32), slices[5].view(plan.kept)
     return tuple(slices)
 
 
@@ -62,31 +61,34 @@ def forward(
     if plan.copied:
         x = dense(x)
         plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu)
-    at = plan.at
     mean: Any
     mean, matrix, num_batches, momentum, _ = running or (None, None, None, None, None)
     stream = plan.stream(x, weight, bias, mean, matrix)
     quick = stream is not None
     ptr, absent = _pointers(quick)
-    state = (x.new_zeros if zeroed else x.new_empty)(at.size, dtype=torch.float32)
+    state = (x.new_zeros if zeroed else x.new_empty)(plan.at.size, dtype=torch.float32)
     y = torch.empty_like(x)
     source, partials = ptr(x), ptr(plan.workspace(x, "moments", stream))
-    batch_mean, variance, finite, covariance, whitening, iterates = _parts_of(state, at, quick)
+    batch_mean, variance, finite, covariance, whitening, iterates = _parts_of(state, plan, quick)
     moments = (source, source, absent, absent, partials)
     reduction = (partials, covariance, batch_mean, variance)
     counter = absent if num_batches is None else ptr(num_batches)
     affine = (absent if weight is None else ptr(weight), absent if bias is None else ptr(bias))
     counting = (counter, finite) if plan.counts else (absent, absent)
     application = (source, ptr(y), whitening, batch_mean, *affine, *counting)
-    if plan.large:
-        plan.run(stream, ("moments", "reduce"), (moments, reduction))
-        _large_newton(state, plan, eps, running)
-        plan.run(stream, ("apply",), (application,))
-    else:
-        buffers = (absent, absent) if running is None else (ptr(mean), ptr(matrix))
-        rate = 0.0 if momentum is None else momentum
+    buffers = (absent, absent) if running is None else (ptr(mean), ptr(matrix))
+    rate = 0.0 if momentum is None else momentum
+    if plan.iteration is None:
         newton = (covariance, batch_mean, variance, whitening, iterates, *buffers, counter, finite, eps, rate)
         plan.run(stream, ("moments", "reduce", "newton", "apply"), (moments, reduction, newton, application))
+    else:
+        # The partial sums have been read by then, and leave their room to the iteration.
+        calls = plan.iteration.forward(covariance, whitening, iterates, partials, eps)
+        if running is not None:
+            batch = (covariance, whitening, batch_mean, variance)
+            calls.append(plan.iteration.blend(*batch, buffers, counter, finite, rate))
+        names, arguments = zip(*calls, strict=True)
+        plan.run(stream, ("moments", "reduce", *names, "apply"), (moments, reduction, *arguments, application))
     return y, state, plan
 
 
@@ -105,33 +107,36 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
     grad_bias = x.new_empty(shape.channels, dtype=torch.float32)
     grad_weight = None if weight is None else torch.empty_like(grad_bias)
     workspace = plan.workspace(x, "cross_moments", stream)
-    # The first part of the workspace is for the reduced matrix and for B, the rest for the partials.
-    half = shape.num_groups * shape.padded**2
+    # The workspace begins with the reduced matrix, B and the iteration's own; the rest is for the partials.
+    half, own = shape.num_groups * shape.padded**2, 0 if plan.iteration is None else plan.iteration.backward_work
     if quick:
         cross = workspace.data_ptr()
-        second, partials = cross + 4 * half, cross + 8 * half
+        second, work, partials = cross + 4 * half, cross + 8 * half, cross + 8 * half + 4 * own
     else:
-        cross, second, partials = workspace, workspace[half:], workspace[2 * half :]
+        cross, second, work, partials = (workspace[n:] for n in (0, half, 2 * half, 2 * half + own))
     source, gradient, grad_sum = ptr(x), ptr(grad), ptr(grad_bias)
     passing = absent if output is None else ptr(output)
-    mean, _, _, covariance, whitening, iterates = _parts_of(state, plan.at, quick)
+    mean, _, _, covariance, whitening, iterates = _parts_of(state, plan, quick)
     scale = absent if weight is None else ptr(weight)
+    scale_gradient = absent if grad_weight is None else ptr(grad_weight)
     names = ("cross_moments", "cross_reduce")
     arguments = ((gradient, source, passing, mean, partials), (partials, cross, grad_sum, absent))
-    if plan.large:
-        plan.run(stream, names, arguments)
-        matrices = workspace[: 2 * half]
-        grad_weight = _large_newton_backward(matrices, state, weight, plan, eps)
-        if needs_input and plan.key.split == 3:
-            # Two matrices of 128x128 in three parts each ask for more shared memory than there is.
-            if output is not None:
-                grad = torch.where(output > 0, grad, 0)
-            return _large_apply_backward(grad, x, matrices, state, grad_bias, weight, plan), grad_weight, grad_bias
-        names, arguments = (), ()
-    else:
-        scale_gradient = absent if grad_weight is None else ptr(grad_weight)
+    if plan.iteration is None:
         names = (*names, "newton_backward")
         arguments = (*arguments, (cross, covariance, whitening, iterates, scale, scale_gradient, second, eps))
+    else:
+        matrices = (cross, covariance, whitening, iterates, scale, scale_gradient, work, second)
+        calls = plan.iteration.backward(*matrices, eps, 2 / shape.samples)
+        # The gradient of the weight is complete with the first of them.
+        more, values = zip(*(calls if needs_input else calls[:1]), strict=True)
+        names, arguments = (*names, *more), (*arguments, *values)
+        if needs_input and plan.key.split == 3:
+            # Two matrices of 128x128 in three parts each ask for more shared memory than there is.
+            plan.run(stream, names, arguments)
+            if output is not None:
+                grad = torch.where(output > 0, grad, 0)
+            reduced = workspace[: 2 * half]
+            return _large_apply_backward(grad, x, reduced, state, grad_bias, weight, plan), grad_weight, grad_bias
     dx = None
     if needs_input:
         dx = torch.empty_like(x)
@@ -151,63 +156,6 @@ def infer(x, whitening, mean, weight, bias, group_size, relu=False) -> Tensor:
     affine = (absent if weight is None else ptr(weight), absent if bias is None else ptr(bias))
     plan.run(stream, ("apply",), ((ptr(x), ptr(y), ptr(whitening), ptr(mean), *affine, absent, absent),))
     return y
-
-
-def _within(matrices: Tensor, plan: Plan) -> Tensor:
-    """Matrices ``[G, d, d]`` with zeros in the padding of a smaller last group."""
-    if plan.shape.channels % plan.shape.group_size == 0:
-        return matrices
-    members = groups.pad_vector(matrices.new_ones(plan.shape.channels), plan.shape.group_size)
-    return matrices * members[:, :, None] * members[:, None, :]
-
-
-def _regularized(covariance: Tensor, plan: Plan, eps: float) -> Tensor:
-    """Covariance ``[G, d, d]`` with eps on the diagonal of what belongs to a group."""
-    size = plan.shape.group_size
-    members = groups.pad_vector(covariance.new_full((plan.shape.channels,), eps), size)
-    return covariance[:, :size, :size] + torch.diag_embed(members)
-
-
-def _iterates(state: Tensor, plan: Plan) -> Tensor:
-    """Where the iteration of groups above 64 keeps its matrices, ``[2 T + 1, G, d, d]``."""
-    size, count = plan.shape.group_size, plan.shape.num_groups
-    slots = large_slots_of(plan.key.num_iters)
-    return state[plan.at.iterates : plan.at.iterates + slots * count * size**2].view(slots, count, size, size)
-
-
-def _large_newton(state: Tensor, plan: Plan, eps: float, running) -> None:
-    """The iteration of groups above 64, by products of whole matrices."""
-    key, size = plan.key, plan.shape.group_size
-    mean, covariance, whitening = views(state, plan.shape.channels, key.group_size, key.num_iters)
-    regularized = _regularized(covariance, plan, eps)
-    if key.num_iters > 1:
-        solved, _ = large.solve(regularized, key.num_iters, _iterates(state, plan))
-    else:
-        solved, _ = solvers.solve(regularized, "newton", key.num_iters)
-    whitening.copy_(_within(solved, plan))
-    if running is not None:
-        value = covariance[:, :size, :size] if running.is_covariance else whitening
-        statistics.update(running.mean, running.matrix, running.num_batches, mean, value, running.momentum)
-
-
-def _large_newton_backward(matrices: Tensor, state: Tensor, weight, plan: Plan, eps: float) -> Tensor | None:
-    """Fill the second half of `matrices` with B; returns d(weight)."""
-    key, shape, size = plan.key, plan.shape, plan.shape.group_size
-    _, covariance, whitening = views(state, shape.channels, key.group_size, key.num_iters)
-    cross, second = matrices.view(2, shape.num_groups, shape.padded, shape.padded)
-    gradient = cross[:, :size, :size]
-    grad_weight = None
-    if weight is not None:
-        grad_weight = groups.unpad_vector((gradient * whitening).sum(-1), shape.channels)
-        gradient = gradient * groups.pad_vector(weight.to(gradient.dtype), size)[:, :, None]
-    regularized = _regularized(covariance, plan, eps)
-    if key.num_iters > 1:
-        result = large.solve_backward(gradient, regularized, whitening, _iterates(state, plan), key.num_iters)
-    else:
-        result = solvers.solve_backward(gradient, regularized, whitening, (), "newton", key.num_iters)
-    second.zero_()
-    second[:, :size, :size] = _within(result, plan) * (2 / shape.samples)
-    return grad_weight
 
 
 def _large_apply_backward(grad, x, matrices: Tensor, state: Tensor, grad_sum, weight, plan: Plan) -> Tensor:

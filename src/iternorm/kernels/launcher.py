@@ -1,18 +1,16 @@
 """Launching a compiled kernel cheaply.
 
 Triton's own launch binds, types and hashes every argument each time. Here a kernel is compiled once for its constants
-and the types of its arguments, and launched from then on with plain addresses and numbers: by the driver, in a chain
-with its neighbours, or by Triton's launcher where the driver cannot tell what a kernel's arguments are.
+and the types of its arguments, and launched from then on with plain addresses and numbers.
 """
 
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from iternorm.kernels import driver
 from iternorm.kernels.shapes import INTERPRETED
 
 _NO_CHANGE = nullcontext()
@@ -57,25 +55,15 @@ class Launch:
         self.integers = integers
         self.constants = constants
         self.warps = warps
-        self.prepared: driver.Prepared | None = None
         if device.type == "cuda" and not INTERPRETED:
             # Of the others only the width matters: 2 stands for 32 bits, 2^31 for 64.
             typical = (n if i in specialized else (2 if n < 2**31 else 2**31) for i, n in enumerate(integers))
-            compiled = _compiled(
+            call, before, after = _compiled(
                 kernel, (*pointers, *floats, *typical), (*constants.items(), ("PDL", True)), warps, device.index
             )
-            self._call, self._before = compiled.call, compiled.before
-            self._after = (*integers, *compiled.after)
-            if compiled.formats is not None:
-                self.prepared = driver.Prepared(
-                    compiled.function,
-                    grid,
-                    32 * warps,
-                    compiled.shared,
-                    compiled.formats,
-                    len(pointers) + len(floats),
-                    integers,
-                )
+            self._call = call
+            self._before = before
+            self._after = (*integers, *after)
 
     def __call__(self, stream: int | None, values: tuple) -> None:
         """Launch on `stream` with addresses and floats, or with None through Triton with tensors."""
@@ -86,18 +74,15 @@ class Launch:
 
 
 class Launches:
-    """Launches by name, each made when it is first wanted, and chains of them.
+    """Launches by name, each made when it is first wanted.
 
     Args:
         make: the launch of a name.
-        device: where they run.
     """
 
-    def __init__(self, make: Callable[[str], Launch], device: torch.device):
+    def __init__(self, make: Callable[[str], Launch]):
         self._make = make
-        self._device = device
         self._made: dict[str, Launch] = {}
-        self.chains: dict[tuple[str, ...], driver.Chain | None] = {}
 
     def __getitem__(self, name: str) -> Launch:
         found = self._made.get(name)
@@ -110,42 +95,21 @@ class Launches:
 
         On a stream a pointer is an address, and 0 where it is absent; without one a tensor or None, for Triton.
         """
-        if stream is not None:
-            if names not in self.chains:
-                prepared = [p for name in names if (p := self[name].prepared) is not None]
-                self.chains[names] = driver.Chain(prepared, self._device) if len(prepared) == len(names) else None
-            chain = self.chains[names]
-            if chain is not None:
-                chain(stream, arguments)
-                return
         for name, values in zip(names, arguments, strict=True):
             self[name](stream, values)
 
 
-class _Compiled(NamedTuple):
-    """What to call, what goes before and after the arguments, and the same for the driver."""
-
-    call: Any
-    before: tuple
-    after: tuple
-    function: int
-    shared: int
-    formats: tuple[str | None, ...] | None
-
-
 @functools.cache
-def _compiled(kernel, types: tuple, constants: tuple, warps: int, device: int) -> _Compiled:
+def _compiled(kernel, types: tuple, constants: tuple, warps: int, device: int) -> tuple[Any, tuple, tuple]:
+    """What to call, and what goes before and after the arguments of a launch."""
     with torch.cuda.device(device):
         # Programmatic dependent launch: the kernels wait for the launch before them by themselves.
         compiled = kernel.warmup(*types, grid=(1,), **dict(constants), num_warps=warps, launch_pdl=True)
         compiled._init_handles()
-        formats = driver.formats_of(compiled)
     values = tuple(value for _, value in constants)
     run, metadata = compiled.run, (compiled.packed_metadata, None, None, None)
-    call, before = run, (compiled.function, *metadata)
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    if not scratch and hasattr(run, "launch_pdl"):
-        # The launcher's Python wrapper only allocates scratch memory, of which there is none.
-        call = run.launch
-        before = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *metadata)
-    return _Compiled(call, before, values, compiled.function, compiled.metadata.shared, formats)
+    if scratch or not hasattr(run, "launch_pdl"):
+        return run, (compiled.function, *metadata), values
+    # The launcher's Python wrapper only allocates scratch memory, of which there is none.
+    return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *metadata), values

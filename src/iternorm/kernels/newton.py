@@ -3,14 +3,18 @@
 The residual form of docs/math.md, Eq. 8-9, with M = (3 I - R)/2 multiplied out: Z <- 3/2 Z - 1/2 Z R and
 R <- 9/4 R - 3/2 R² + 1/4 R³. R is small in the first steps, so rounding of its products matters less than of M's: on
 an H200, TF32 products of 64x64 at T=5 gave errors of 1.3e-3 and 2.0e-3 (output, gradient) before, see DESIGN.md for
-after. The forward keeps R_1..R_{T-1} and Z_1..Z_{T-1} (2T-2 small matrices a group), which spares the backward the
-forward's products. Matrices are ``[BD, BD]``, zero beyond the group.
+after. The forward keeps the R and Z of its steps, which spares the backward the forward's products. Matrices are
+``[BD, BD]``, zero beyond the group.
+
+Products are of whole fp32 matrices in the tensor cores' TF32 (`PARTS` 1), in fp32 in the interpreter (0), or to fp32's
+accuracy of three bfloat16 parts each (3). Then the parts are what is kept: the backward's products take them from
+shared memory as they come, where splitting them again would spill registers (41 us against 25, T=5, H200).
 """
 
 import triton
 import triton.language as tl
 
-from iternorm.kernels.moments import follow
+from iternorm.kernels.moments import follow, high, low, rest
 
 
 @triton.jit
@@ -32,9 +36,62 @@ def all_finite(mean_ptr, variance_ptr, C):
 
 
 @triton.jit
-def product(a, b, PRECISION: tl.constexpr):
+def split(a, PARTS: tl.constexpr):
+    """The parts of a matrix that products take: itself, unless there are three."""
+    if PARTS == 3:
+        first, second, third = high(a), low(a), rest(a)
+    else:
+        first, second, third = a, a, a
+    return first, second, third
+
+
+@triton.jit
+def product(a1, a2, a3, b1, b2, b3, PARTS: tl.constexpr):
+    """a b of matrices in parts, in fp32."""
+    if PARTS == 3:
+        acc = tl.dot(a1, b3)
+        acc = tl.dot(a3, b1, acc)
+        acc = tl.dot(a2, b2, acc)
+        acc = tl.dot(a1, b2, acc)
+        acc = tl.dot(a2, b1, acc)
+        acc = tl.dot(a1, b1, acc)
+    elif PARTS == 1:
+        acc = tl.dot(a1, b1, input_precision="tf32")
+    else:
+        acc = tl.dot(a1, b1, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def mirrored(a1, a2, a3, b1, b2, b3, PARTS: tl.constexpr):
     """a b for a symmetric b. Tensor cores read a TF32 right operand by columns: given bᵀ it need not be turned."""
-    return tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    if PARTS == 3:
+        acc = product(a1, a2, a3, b1, b2, b3, PARTS)
+    else:
+        acc = product(a1, a2, a3, tl.trans(b1), tl.trans(b2), tl.trans(b3), PARTS)
+    return acc
+
+
+@triton.jit
+def keep_matrix(ptr, slot, tile, a1, a2, a3, BD: tl.constexpr, PARTS: tl.constexpr):
+    if PARTS == 3:
+        tl.store(ptr + slot * 3 * BD * BD + tile, a1)
+        tl.store(ptr + (slot * 3 + 1) * BD * BD + tile, a2)
+        tl.store(ptr + (slot * 3 + 2) * BD * BD + tile, a3)
+    else:
+        tl.store(ptr + slot * BD * BD + tile, a1)
+
+
+@triton.jit
+def kept_matrix(ptr, slot, tile, BD: tl.constexpr, PARTS: tl.constexpr):
+    if PARTS == 3:
+        first = tl.load(ptr + slot * 3 * BD * BD + tile)
+        second = tl.load(ptr + (slot * 3 + 1) * BD * BD + tile)
+        third = tl.load(ptr + (slot * 3 + 2) * BD * BD + tile)
+    else:
+        first = tl.load(ptr + slot * BD * BD + tile)
+        second, third = first, first
+    return first, second, third
 
 
 @triton.jit
@@ -54,18 +111,19 @@ def newton_forward(
     T: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
-    SLOTS: tl.constexpr,
+    STRIDE: tl.constexpr,
     RUNNING: tl.constexpr,
     CUMULATIVE: tl.constexpr,
     RUNNING_COVARIANCE: tl.constexpr,
     SAVE: tl.constexpr,
     JITTER: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Covariance -> whitening matrix (Eq. 5-9), and the running statistics of a batch whose moments are finite.
 
-    `JITTER` is added to the variances, relative to each: see `shapes.jitter`.
+    `JITTER` is added to the variances, relative to each: see `shapes.jitter`. The R and Z of a group are kept at its
+    `STRIDE`: R_0..R_{T-1} and Z_1..Z_{T-1}.
     """
     group = tl.program_id(0)
     i = tl.arange(0, BD)[:, None]
@@ -96,16 +154,25 @@ def newton_forward(
     else:
         residual = covariance / trace
         iterate = 1.5 * identity - 0.5 * residual
-        saved = iterates_ptr + group * SLOTS * BD * BD + tile
+        kept = iterates_ptr + group * STRIDE
+        if SAVE:
+            if PARTS == 3:
+                # Whole, it is the covariance over its trace, which the backward has.
+                r1, r2, r3 = split(residual, PARTS)
+                keep_matrix(kept, 0, tile, r1, r2, r3, BD, PARTS)
         for k in range(1, T):
+            r1, r2, r3 = split(residual, PARTS)
             # Rounding leaves R a little asymmetric. Read transposed in this product too, that part would grow 2.5 times
             # a step past convergence; so it shrinks by half.
-            square = product(residual, residual, PRECISION)
-            residual = 2.25 * residual + tl.dot(residual, 0.25 * square - 1.5 * residual, input_precision=PRECISION)
+            square = mirrored(r1, r2, r3, r1, r2, r3, PARTS)
+            s1, s2, s3 = split(0.25 * square - 1.5 * residual, PARTS)
+            residual = 2.25 * residual + product(r1, r2, r3, s1, s2, s3, PARTS)
+            r1, r2, r3 = split(residual, PARTS)
+            z1, z2, z3 = split(iterate, PARTS)
             if SAVE:
-                tl.store(saved + (k - 1) * BD * BD, residual)
-                tl.store(saved + (T + k - 2) * BD * BD, iterate)
-            iterate = 1.5 * iterate - 0.5 * product(iterate, residual, PRECISION)
+                keep_matrix(kept, k, tile, r1, r2, r3, BD, PARTS)
+                keep_matrix(kept, T + k - 1, tile, z1, z2, z3, BD, PARTS)
+            iterate = 1.5 * iterate - 0.5 * mirrored(z1, z2, z3, r1, r2, r3, PARTS)
     whitening = iterate * tl.rsqrt(trace)
     tl.store(whitening_ptr + target, whitening, mask=inside)
 
@@ -137,10 +204,10 @@ def newton_backward(
     T: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
-    SLOTS: tl.constexpr,
+    STRIDE: tl.constexpr,
     AFFINE: tl.constexpr,
     JITTER: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Σ dy (x-μ)ᵀ -> d(weight) and the matrix B of dx = Aᵀ dy + B (x-μ) + c (Eq. 10-12, 22-24)."""
@@ -174,19 +241,28 @@ def newton_backward(
         d_residual = 0.5 * (cross + transposed) * tl.rsqrt(trace)
         d_iterate = -0.5 * d_residual
         residual = normalized
-        saved = iterates_ptr + group * SLOTS * BD * BD + tile
-        for k in range(1, T):
+        kept = iterates_ptr + group * STRIDE
+        for k in tl.range(1, T, num_stages=2 if PARTS == 3 else 3):
             # dR <- M dR M - sym(dR R M) multiplied out: the terms share S = dR R, and one transpose makes it symmetric.
-            # Two products and two transposes, or four products, took as long (22 and 23 us against 22, T=5, H200).
-            iterate = tl.load(saved + (T + k - 2) * BD * BD)
-            following = tl.load(saved + (k - 1) * BD * BD)
-            shared = product(d_residual, residual, PRECISION)
-            half = 2.25 * d_residual - 3.0 * shared + 0.5 * product(shared, residual, PRECISION)
-            half += 0.25 * tl.dot(residual, shared, input_precision=PRECISION)
+            # Two products and two transposes, or four products, took as long (T=5, H200).
+            if PARTS == 3:
+                r1, r2, r3 = kept_matrix(kept, k - 1, tile, BD, PARTS)
+            else:
+                r1, r2, r3 = split(residual, PARTS)
+            n1, n2, n3 = kept_matrix(kept, k, tile, BD, PARTS)
+            z1, z2, z3 = kept_matrix(kept, T + k - 1, tile, BD, PARTS)
+            d1, d2, d3 = split(d_residual, PARTS)
+            shared = mirrored(d1, d2, d3, r1, r2, r3, PARTS)
+            s1, s2, s3 = split(shared, PARTS)
+            half = 2.25 * d_residual - 3.0 * shared + 0.5 * mirrored(s1, s2, s3, r1, r2, r3, PARTS)
+            half += 0.25 * product(r1, r2, r3, s1, s2, s3, PARTS)
             d_residual = 0.5 * (half + tl.trans(half))
-            residual = following
-            mixed = product(d_iterate, residual, PRECISION) + product(iterate, d_residual, PRECISION)
+            d1, d2, d3 = split(d_residual, PARTS)
+            e1, e2, e3 = split(d_iterate, PARTS)
+            mixed = mirrored(e1, e2, e3, n1, n2, n3, PARTS) + mirrored(z1, z2, z3, d1, d2, d3, PARTS)
             d_iterate = 1.5 * d_iterate - 0.5 * mixed
+            if PARTS != 3:
+                residual = n1
         through_trace += tl.sum(tl.sum(d_iterate * normalized, 1), 0)
         gradient = d_iterate - through_trace * identity
     tl.store(second_ptr + group * BD * BD + tile, gradient * (2.0 / (trace * M)))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from iternorm.kernels.apply import apply_backward, apply_forward
+from iternorm.kernels.iteration import Iteration
 from iternorm.kernels.launcher import Launch, Launches
 from iternorm.kernels.moments import partial_moments, reduce_moments
 from iternorm.kernels.newton import newton_backward, newton_forward
@@ -95,12 +96,21 @@ class Plan:
         self.shape = shape = shape_of(dense(x), key.group_size)
         self.at = state_of(shape.channels, key.group_size, key.num_iters)
         self.copied = dense(x) is not x
-        self.large = shape.padded > LARGEST_NEWTON
+        self.iteration: Iteration | None = None
+        if shape.padded > LARGEST_NEWTON:
+            sizes = (shape.num_groups, shape.group_size, shape.padded, shape.channels, key.num_iters)
+            self.iteration = Iteration(*sizes, precision(key.split), key.device, key.weight, key.running)
         self.quick = x.is_cuda and not INTERPRETED
         # A layer uses few of these: each is compiled when it is first launched.
-        self.launches = Launches(lambda name: getattr(self, "_" + name)(), key.device)
+        self.launches = Launches(self._make)
         self.run = self.launches.run
         self._sizes: dict[str, int] = {}
+
+    def _make(self, name: str) -> Launch:
+        # What is no launch of every layer is one of the iteration of large groups.
+        if self.iteration is None or hasattr(self, "_" + name):
+            return getattr(self, "_" + name)()
+        return self.iteration.make(name)
 
     def _passes(self, kernel: str, function, pointers: tuple, constants: dict[str, Any], whole_batch: bool) -> Launch:
         """A kernel that goes over the activation."""
@@ -155,12 +165,11 @@ class Plan:
 
     def _newton(self) -> Launch:
         shape, running, fp32 = self.shape, self.key.running, torch.float32
-        slots = slots_of(self.key.num_iters)
         mean, matrix, counted, cumulative, is_covariance = running or (None, None, False, False, False)
         return Launch(
             newton_forward,
             (shape.num_groups, 1),
-            (fp32,) * 5 + (mean, matrix, torch.int64 if counted else None, torch.int32),
+            (fp32,) * 4 + (self.kept, mean, matrix, torch.int64 if counted else None, torch.int32),
             (0.1, 0.1),
             (shape.channels,),
             (0,),
@@ -168,13 +177,13 @@ class Plan:
                 "T": self.key.num_iters,
                 "D": shape.group_size,
                 "BD": shape.padded,
-                "SLOTS": slots,
+                "STRIDE": self.stride,
                 "RUNNING": running is not None,
                 "CUMULATIVE": cumulative,
                 "RUNNING_COVARIANCE": is_covariance,
-                "SAVE": slots > 0,
+                "SAVE": self.stride > 0,
                 "JITTER": jitter(self.key.split) if self.key.exact else 0.0,
-                "PRECISION": self.precision,
+                "PARTS": self.newton_parts,
             },
             NEWTON_WARPS,
             self.key.device,
@@ -185,7 +194,7 @@ class Plan:
         return Launch(
             newton_backward,
             (shape.num_groups, 1),
-            (fp32,) * 4 + (weight, None if weight is None else fp32, fp32),
+            (fp32,) * 3 + (self.kept, weight, None if weight is None else fp32, fp32),
             (0.1,),
             (shape.samples, shape.channels),
             (1,),
@@ -193,10 +202,10 @@ class Plan:
                 "T": self.key.num_iters,
                 "D": shape.group_size,
                 "BD": shape.padded,
-                "SLOTS": slots_of(self.key.num_iters),
+                "STRIDE": self.stride,
                 "AFFINE": weight is not None,
                 "JITTER": jitter(self.key.split) if self.key.exact else 0.0,
-                "PRECISION": self.precision,
+                "PARTS": self.newton_parts,
             },
             NEWTON_WARPS,
             self.key.device,
@@ -225,17 +234,29 @@ class Plan:
         )
 
     @property
-    def precision(self) -> str:
-        """Of the iteration's products; the interpreter knows one."""
-        return precision(3 if self.key.exact and self.key.split else self.key.split)
+    def newton_parts(self) -> int:
+        """How the iteration multiplies: 3 bfloat16 parts, 1 TF32, or 0 for the interpreter, which knows fp32."""
+        if self.key.split == 0:
+            return 0
+        return 3 if self.key.exact or self.key.split == 3 else 1
+
+    @property
+    def kept(self) -> torch.dtype:
+        """What the iteration keeps its matrices in."""
+        return torch.bfloat16 if self.iteration is None and self.newton_parts == 3 else torch.float32
+
+    @property
+    def stride(self) -> int:
+        """From a group's kept matrices to the next one's."""
+        return slots_of(self.key.num_iters) * self.shape.padded**2 * (3 if self.newton_parts == 3 else 1)
 
     @property
     def counts(self) -> bool:
         """Whether the apply kernel moves the counter of batches."""
-        return self.key.running is not None and self.key.running[2] and not self.large
+        return self.key.running is not None and self.key.running[2]
 
     def workspace(self, x: Tensor, name: str, stream: int | None) -> Tensor:
-        """Room for the partial sums of all programs, and backward for two matrices a group.
+        """Room for the partial sums of all programs, and backward for two matrices a group and the iteration's own.
 
         Launches of one stream follow each other, so its layers share one buffer. A captured graph may be replayed on
         another stream, and gets its own.
@@ -243,7 +264,8 @@ class Plan:
         size = self._sizes.get(name)
         if size is None:
             padded, count = self.shape.padded, self.shape.num_groups
-            size = self._sizes[name] = (self.launches[name].grid[0] * (padded + 2) + 2 * padded) * count * padded
+            size = (self.launches[name].grid[0] * (padded + 2) + 2 * padded) * count * padded
+            size = self._sizes[name] = size + (0 if self.iteration is None else self.iteration.backward_work)
         if stream is None or torch._C._cuda_isCurrentStreamCapturing():
             return x.new_empty(size, dtype=torch.float32)
         shared = _workspaces.get((self.key.device, stream))

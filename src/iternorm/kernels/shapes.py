@@ -77,7 +77,7 @@ class State(NamedTuple):
     finite: int  # one int32
     covariance: int  # [G, BD, BD], without eps
     whitening: int  # [G, d, d]
-    iterates: int  # [G, 2 T - 2, BD, BD], or [2 T + 1, G, d, d] of a group above 64
+    iterates: int  # room for [G, 2 T - 1, 3, BD, BD] of two bytes each; of a group above 64 [2 T - 1, G, BD, BD]
     size: int
 
 
@@ -85,7 +85,10 @@ def state_of(channels: int, group_size: int, num_iters: int) -> State:
     size = groups.effective_size(channels, group_size)
     padded = padded_size(size)
     count = groups.num_groups(channels, group_size)
-    kept = slots_of(num_iters) * padded**2 if padded <= LARGEST_NEWTON else large_slots_of(num_iters) * size**2
+    kept = slots_of(num_iters) * padded**2
+    if padded <= LARGEST_NEWTON:
+        # Three parts of two bytes take more room than one fp32: enough for either, whatever precision is set later.
+        kept += kept // 2
     offsets = [0]
     for length in (channels, channels, 1, count * padded**2, count * size**2, count * kept):
         # Every part begins at 16 bytes, as the kernels' loads expect.
@@ -94,13 +97,8 @@ def state_of(channels: int, group_size: int, num_iters: int) -> State:
 
 
 def slots_of(num_iters: int) -> int:
-    """How many iterates the backward wants: R_1..R_{T-1} and Z_1..Z_{T-1}."""
-    return max(0, 2 * num_iters - 2)
-
-
-def large_slots_of(num_iters: int) -> int:
-    """The same for a group above 64: R_0..R_{T-1}, Z_1..Z_T and one matrix between; none where there is no product."""
-    return 2 * num_iters + 1 if num_iters > 1 else 0
+    """How many matrices the backward wants: R_0..R_{T-1} and Z_1..Z_{T-1}; none where there is no product."""
+    return 2 * num_iters - 1 if num_iters > 1 else 0
 
 
 def views(state: Tensor, channels: int, group_size: int, num_iters: int) -> tuple[Tensor, Tensor, Tensor]:
