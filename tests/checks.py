@@ -28,6 +28,16 @@ def samples_of(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1)
 
 
+def by_group(x, group_size):
+    """Each group as ``[d, m]`` in fp64."""
+    return [g.transpose(0, 1).flatten(1).double() for g in x.split(group_size, 1)]
+
+
+def padded(matrices, size):
+    """Matrices of up to ``[d, d]`` as ``[G, d, d]``, with zeros."""
+    return torch.stack([torch.nn.functional.pad(m, (0, size - len(m), 0, size - len(m))) for m in matrices])
+
+
 def covariance_of(x: Tensor) -> Tensor:
     """The biased covariance ``[C, C]`` of an activation."""
     centered = samples_of(x)

@@ -1,9 +1,12 @@
 """Fixtures that all tests share, and one of their own for every test: the same random numbers in any order."""
 
 import os
+from pathlib import Path
 
 # Inductor's pool of compiler processes outlives the tests and keeps their output open.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# The C kernels that the tests compile do not go to the user's own.
+os.environ.setdefault("ITERNORM_CACHE", str(Path(__file__).parent.parent / ".pytest_cache" / "iternorm"))
 
 import pytest
 import torch

@@ -245,7 +245,11 @@ ERRORS = [
     ({"momentum": 1.5}, ValueError, "momentum=1.5 must be from 0 to 1"),
     ({"momentum": "fast"}, TypeError, "momentum='fast' is not a number"),
     ({"momentum": None, "num_batches_tracked": None}, ValueError, "momentum=None .* needs num_batches_tracked"),
-    ({"impl": "cuda"}, ValueError, "impl='cuda' is not known; choose one of 'auto', 'triton', 'torch', 'reference'"),
+    (
+        {"impl": "cuda"},
+        ValueError,
+        "impl='cuda' is not known; choose one of 'auto', 'triton', 'native', 'torch', 'reference'",
+    ),
     ({"weight": torch.ones(9)}, ValueError, r"weight has shape \[9\]; an input of 10 channels .* needs \[10\]"),
     ({"bias": torch.ones(10, 1)}, ValueError, r"bias has shape \[10, 1\]"),
     ({"running_mean": torch.ones(3)}, ValueError, r"running_mean has shape \[3\]"),

@@ -14,7 +14,7 @@ PACKAGE = Path(iternorm.__file__).parent
 # Each room may import rooms that stand before it, and rooms on its own line.
 ORDER = [
     ["groups", "running", "collective", "replace"],
-    ["reference", "plain", "solvers", "kernels", "checkpoints"],
+    ["reference", "plain", "native", "solvers", "kernels", "checkpoints"],
     ["ops"],
     ["fused"],
     ["functional"],
@@ -64,7 +64,7 @@ def test_arrows_point_one_way(path):
 
 
 def test_the_fast_path_does_not_import_the_reference():
-    for room in ("groups", "plain", "solvers", "ops", "fused", "kernels"):
+    for room in ("groups", "plain", "native", "solvers", "ops", "fused", "kernels"):
         for path in sources():
             if room_of(path) == room:
                 assert "reference" not in imported_rooms(path)

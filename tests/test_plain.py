@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from checks import correlated, peak_bytes, relative_error
+from checks import by_group, correlated, padded, peak_bytes, relative_error
 from iternorm import groups, plain
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -40,15 +40,6 @@ def formats(x):
     more = torch.full((x.shape[0], x.shape[1] + 3, *x.shape[2:]), torch.nan, dtype=x.dtype)
     more[:, 2:-1] = x
     yield "slice of channels", more[:, 2:-1]
-
-
-def by_group(x, group_size):
-    """Each group as ``[d, m]`` in fp64."""
-    return [g.transpose(0, 1).flatten(1).double() for g in x.split(group_size, 1)]
-
-
-def padded(matrices, size):
-    return torch.stack([torch.nn.functional.pad(m, (0, size - len(m), 0, size - len(m))) for m in matrices])
 
 
 def tolerance(dtype):

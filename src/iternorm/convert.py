@@ -72,7 +72,7 @@ def convert_batchnorm(
         group_size: channels whitened together; None is all of them.
         num_iters: the paper's T.
         running: "whitening" or "covariance"; the second does not reproduce BatchNorm exactly in eval.
-        impl: "auto", "triton", "torch" or "reference".
+        impl: "auto", "triton", "native", "torch" or "reference".
         report: filled with what was converted and what was not.
 
     Example:
@@ -261,7 +261,7 @@ running='whitening')
 
 
 def _synchronized(layer: Any, process_group: Any) -> SyncIterNorm:
-    impl = "torch" if layer.impl == "torch" else "auto"
+    impl = layer.impl if layer.impl in ("torch", "native") else "auto"
     words = {"group_size": layer.group_size, "num_iters": layer.num_iters, "running": layer.running, "impl": impl}
     words["activation"] = layer.activation
     kind = FOLLOWED[SyncIterNorm] if isinstance(layer, Followed) else SyncIterNorm

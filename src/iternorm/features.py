@@ -44,7 +44,7 @@ def decorrelate_features(
         num_iters: the paper's T.
         affine: a scale and a shift between the two; the linear layer can express both, so there is none by default.
         running: "whitening" or "covariance".
-        impl: "auto", "triton", "torch" or "reference".
+        impl: "auto", "triton", "native", "torch" or "reference".
 
     Example:
         >>> model = nn.Sequential(nn.Flatten(), nn.Linear(8, 3))

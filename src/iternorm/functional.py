@@ -2,8 +2,10 @@
 
 The signatures follow `torch.nn.functional.batch_norm`. ``impl="auto"`` takes the Triton kernels on CUDA tensors in
 half, bfloat16 or single precision, for Newton's iteration with groups of up to 128 channels, and for ZCA with groups of
-up to 64, which they compute by that iteration run to convergence; it takes the torch path for the rest.
-``impl="reference"`` is the paper written plainly. An implementation that is named and cannot run raises.
+up to 64, which they compute by that iteration run to convergence. On the CPU it takes C kernels for training in single
+and double precision, where the machine has a C compiler and they are faster. It takes the torch path for the rest.
+``impl="native"`` is the C kernels, and ``impl="torch"`` never takes them. ``impl="reference"`` is the paper written
+plainly. An implementation that is named and cannot run raises.
 """
 
 import torch
@@ -11,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from iternorm import collective, fused, groups, ops, plain, reference
+from iternorm.native import build, verbs
 
-IMPLS = ("auto", "triton", "torch", "reference")
+IMPLS = ("auto", "triton", "native", "torch", "reference")
 ACTIVATIONS = ("relu",)
 
 
@@ -54,7 +57,7 @@ def iter_norm(
         num_batches_tracked: a counter of batches, counted up on its device.
         group_size: channels whitened together, the last group holding the remainder; None is all of them.
         num_iters: the paper's T, from 0.
-        impl: "auto", "triton", "torch" or "reference".
+        impl: "auto", "triton", "native", "torch" or "reference".
         activation: None, or "relu": the output goes through it. The kernels do that in passing, which saves reading and
             writing the activation once more.
 
@@ -200,7 +203,10 @@ def normalize(
     `group_size` is that of a full group (`groups.effective_size`). With a process group, which the fused kernels do not
     know, the statistics are those of the batches of all its ranks.
     """
-    wanted, impl = impl, choose_impl(impl, x, group_size, solver) if process_group is None else "torch"
+    if process_group is None or impl == "native":
+        impl = choose_impl(impl, x, group_size, solver)
+    elif impl != "auto":
+        impl = "torch"
     if not training and statistics is not None:
         with torch.no_grad():
             dtype = plain.compute_dtype(x.dtype)
@@ -222,9 +228,11 @@ def normalize(
     if impl == "reference":
         y, mean, covariance, whitening = _reference(x, weight, bias, group_size, solver, num_iters, eps)
     else:
-        if wanted == "auto" and fused.has_large_newton(x, group_size, solver, num_iters):
+        if impl == "auto" and fused.has_large_newton(x, group_size, solver, num_iters):
             solver = "newton_triton"
-        y, mean, covariance, whitening = ops.whiten(x, weight, bias, group_size, solver, num_iters, eps, process_group)
+        y, mean, covariance, whitening = ops.whiten(
+            x, weight, bias, group_size, solver, num_iters, eps, process_group, impl
+        )
     if statistics is not None:
         ops.update_running(statistics, mean, covariance, whitening)
     return _activated(y, activation)
@@ -289,13 +297,20 @@ def check_activation(activation: str | None) -> None:
 
 
 def choose_impl(impl: str, x: Tensor, group_size: int, solver: str) -> str:
-    """What `impl` means for this input: "auto" is the kernels where they can run, else the torch path."""
+    """What `impl` means for this input: "auto" is the Triton kernels, or left to the verbs (see `iternorm.ops`)."""
     if impl == "triton":
         reason = fused.no_kernels(x, group_size, solver)
         if reason is not None:
             raise ValueError(f'impl="triton" cannot run: {reason}; use impl="auto"')
+    if impl == "native":
+        reason = verbs.unsupported(x)
+        # A compiler of graphs cannot look into building; then it is the call that raises.
+        if reason is None and not torch.compiler.is_compiling():
+            reason = build.failure(x.dtype)
+        if reason is not None:
+            raise ValueError(f'impl="native" cannot run: {reason}; use impl="auto"')
     if impl == "auto":
-        return "triton" if x.is_cuda and fused.no_kernels(x, group_size, solver) is None else "torch"
+        return "triton" if x.is_cuda and fused.no_kernels(x, group_size, solver) is None else "auto"
     return impl
 
 

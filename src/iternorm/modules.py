@@ -32,7 +32,7 @@ class WhiteningNorm(nn.Module):
             last group holds the remainder: 160 channels by 64 are groups of 64, 64 and 32.
         running: "whitening" averages the whitening matrices, as the paper does; "covariance" averages the covariances
             and computes the whitening matrix from their average in eval.
-        impl: "auto", "triton", "torch" or "reference"; see `iternorm.functional`.
+        impl: "auto", "triton", "native", "torch" or "reference"; see `iternorm.functional`.
         activation: None, or "relu": the output goes through it, which on a GPU saves a pass over the activation.
     """
 

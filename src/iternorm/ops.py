@@ -3,59 +3,78 @@
 `whiten` joins the three verbs with an analytic backward (docs/math.md, section 5) that saves the input and small
 matrices. The verbs that touch the activation are torch.library operators with a schema and a fake, so that
 `torch.compile` and `torch.export` see four opaque calls in place of loops over tiles; eager code calls them directly.
+Each of them is computed in C (`iternorm.native`) or by torch (`iternorm.plain`), which `impl` decides: see `_verbs`.
 """
 
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from iternorm import collective, groups, plain, running, solvers
+from iternorm.native import verbs as native
+
+
+def _verbs(impl: str, group_size: int, *activations: Tensor) -> ModuleType:
+    """Where the four verbs are, for these activations.
+
+    "torch" is `plain`. "auto" is the C kernels where they can be built and are faster. "native" is the C kernels, which
+    raise where they cannot be built; what comes in another memory format than the kernels read stays with torch.
+    """
+    x = activations[-1]
+    if impl == "auto":
+        return native if native.is_worthwhile(x, group_size) and native.can_run(*activations) else plain
+    return native if impl == "native" and native.can_read(*activations) else plain
 
 
 @torch.library.custom_op("iternorm::moments", mutates_args=())
-def _moments_op(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+def _moments_op(x: Tensor, group_size: int, impl: str = "torch") -> tuple[Tensor, Tensor]:
     with no_autocast(x):
-        return plain.moments(x, group_size)
+        return _verbs(impl, group_size, x).moments(x, group_size)
 
 
 @_moments_op.register_fake
-def _(x, group_size):
+def _(x, group_size, impl="torch"):
     dtype = plain.compute_dtype(x.dtype)
     return x.new_empty(x.shape[1], dtype=dtype), _matrices_like(x, group_size, dtype)
 
 
 @torch.library.custom_op("iternorm::cross_moments", mutates_args=())
-def _cross_moments_op(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+def _cross_moments_op(
+    grad: Tensor, x: Tensor, mean: Tensor, group_size: int, impl: str = "torch"
+) -> tuple[Tensor, Tensor]:
     with no_autocast(x):
-        return plain.cross_moments(grad, x, mean, group_size)
+        return _verbs(impl, group_size, grad, x).cross_moments(grad, x, mean, group_size)
 
 
 @_cross_moments_op.register_fake
-def _(grad, x, mean, group_size):
+def _(grad, x, mean, group_size, impl="torch"):
     return torch.empty_like(mean), _matrices_like(x, group_size, mean.dtype)
 
 
 @torch.library.custom_op("iternorm::affine", mutates_args=())
-def _affine_op(x: Tensor, matrix: Tensor, offset: Tensor, group_size: int) -> Tensor:
+def _affine_op(x: Tensor, matrix: Tensor, offset: Tensor, group_size: int, impl: str = "torch") -> Tensor:
     with no_autocast(x):
-        return plain.affine(x, matrix, offset, group_size)
+        return _verbs(impl, group_size, x).affine(x, matrix, offset, group_size)
 
 
 @_affine_op.register_fake
-def _(x, matrix, offset, group_size):
+def _(x, matrix, offset, group_size, impl="torch"):
     return plain.empty_output(x)
 
 
 @torch.library.custom_op("iternorm::affine_pair", mutates_args=())
-def _affine_pair_op(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offset: Tensor, group_size: int) -> Tensor:
+def _affine_pair_op(
+    grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offset: Tensor, group_size: int, impl: str = "torch"
+) -> Tensor:
     with no_autocast(x):
-        return plain.affine_pair(grad, x, first, second, offset, group_size)
+        return _verbs(impl, group_size, grad, x).affine_pair(grad, x, first, second, offset, group_size)
 
 
 @_affine_pair_op.register_fake
-def _(grad, x, first, second, offset, group_size):
+def _(grad, x, first, second, offset, group_size, impl="torch"):
     return plain.empty_output(x)
 
 
@@ -94,38 +113,42 @@ def whiten(
     num_iters: int,
     eps: float,
     process_group: collective.Group | None = None,
+    impl: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Whiten a batch, scale and shift. With a process group, the batch is that of all its ranks together.
+
+    `impl` is "torch", "auto" or "native": see `_verbs`.
 
     Returns:
         The output, and without gradient the mean ``[C]``, the covariance (without eps) and the whitening matrices
         ``[G, d, d]`` of the batch.
     """
-    return _Whiten.apply(x, weight, bias, group_size, solver, num_iters, eps, process_group)  # pyright: ignore[reportReturnType]
+    args = (x, weight, bias, group_size, solver, num_iters, eps, process_group, impl)
+    return _Whiten.apply(*args)  # pyright: ignore[reportReturnType]
 
 
 class _Whiten(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group_size, solver, num_iters, eps, process_group):
+    def forward(ctx, x, weight, bias, group_size, solver, num_iters, eps, process_group, impl):
         with no_autocast(x):
-            num_samples, mean, covariance = _batch_moments(x, group_size, process_group)
+            num_samples, mean, covariance = _batch_moments(x, group_size, process_group, impl)
             keep = ctx.needs_input_grad[0] and _is_cheap_to_keep(covariance, num_iters, x)
             whitening, solved = inverse_sqrt(covariance, x.shape[1], group_size, solver, num_iters, eps, keep)
             matrix, offset = fold_affine(whitening, mean, weight, bias, group_size)
-            y = torch.empty_like(x) if _is_empty(x) else _call(_affine_op, x, matrix, offset, group_size)
+            y = torch.empty_like(x) if _is_empty(x) else _call(_affine_op, x, matrix, offset, group_size, impl)
         ctx.save_for_backward(x, weight, bias, mean, whitening, num_samples, *(t for state in solved for t in state))
         ctx.mark_non_differentiable(mean, covariance, whitening)
         # Else autograd would fill zeros for the three of them.
         ctx.set_materialize_grads(False)
         ctx.num_parts = len(solved)
         ctx.config = group_size, solver, num_iters, eps
-        ctx.process_group = process_group
+        ctx.process_group, ctx.impl = process_group, impl
         return y, mean, covariance, whitening
 
     @staticmethod
     def backward(ctx, grad, *_unused):  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
-            return (None,) * 8
+            return (None,) * 9
         x, weight, bias, mean, whitening, num_samples, *state = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -134,12 +157,12 @@ class _Whiten(torch.autograd.Function):
                     "a graph of the backward (create_graph=True) does not reach over processes; "
                     "use IterNorm in place of SyncIterNorm where second derivatives are needed"
                 )
-            return *differentiable_backward(grad, (x, weight, bias), needs, ctx.config), *(None,) * 5
+            return *differentiable_backward(grad, (x, weight, bias), needs, ctx.config), *(None,) * 6
         group_size = ctx.config[0]
         num_features = x.shape[1]
         grad_x = grad_weight = grad_bias = None
         with no_autocast(x):
-            grad_sum, cross = _batch_cross_moments(grad, x, mean, group_size)
+            grad_sum, cross = _batch_cross_moments(grad, x, mean, group_size, ctx.impl)
             if needs[1]:
                 grad_weight = groups.unpad_vector((cross * whitening).sum(-1), num_features).to(weight.dtype)
             if needs[2]:
@@ -160,8 +183,8 @@ class _Whiten(torch.autograd.Function):
                 if _is_empty(x):
                     grad_x = torch.empty_like(x)
                 else:
-                    grad_x = _call(_affine_pair_op, grad, x, first, second, offset, group_size)
-        return grad_x, grad_weight, grad_bias, *(None,) * 5
+                    grad_x = _call(_affine_pair_op, grad, x, first, second, offset, group_size, ctx.impl)
+        return grad_x, grad_weight, grad_bias, *(None,) * 6
 
 
 def _is_empty(x: Tensor) -> bool:
@@ -169,23 +192,23 @@ def _is_empty(x: Tensor) -> bool:
     return x.numel() == 0
 
 
-def _batch_moments(x: Tensor, group_size: int, process_group: collective.Group | None):
+def _batch_moments(x: Tensor, group_size: int, process_group: collective.Group | None, impl: str):
     """Mean and covariance of the batch, over all ranks where there is a process group, and then their global count."""
     if _is_empty(x):
         dtype = plain.compute_dtype(x.dtype)
         mean, covariance = x.new_zeros(x.shape[1], dtype=dtype), _matrices_like(x, group_size, dtype).zero_()
     else:
-        mean, covariance = _call(_moments_op, x, group_size)
+        mean, covariance = _call(_moments_op, x, group_size, impl)
     if process_group:
         return collective.global_moments(x.numel() // x.shape[1], mean, covariance, process_group)
     return None, mean, covariance
 
 
-def _batch_cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+def _batch_cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int, impl: str) -> tuple[Tensor, Tensor]:
     if _is_empty(x):
         # Zeros made of the gradient: a compiler would move a collective of constants into the forward.
         return plain.as_planes(grad).sum((0, 2)).to(mean.dtype), _matrices_like(x, group_size, mean.dtype).zero_()
-    return _call(_cross_moments_op, grad, x, mean, group_size)
+    return _call(_cross_moments_op, grad, x, mean, group_size, impl)
 
 
 def _call(op, *args):

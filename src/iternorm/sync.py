@@ -38,7 +38,7 @@ class SyncIterNorm(_IterNorm):
         group_size: the number of channels whitened together; None is all of them.
         num_iters: the paper's T, the number of Newton steps, from 0.
         running: "whitening" or "covariance"; see `iternorm.modules.WhiteningNorm`.
-        impl: "auto" or "torch".
+        impl: "auto", "native" or "torch".
         activation: None, or "relu": the output goes through it.
     """
 
