@@ -66,3 +66,12 @@ def test_the_iteration_alone_is_one_chain_each_way(num_iters, monkeypatch):
         iteration.solve_backward(covariance, covariance, whitening, saved, num_iters)
     assert [len(names) for names in chains] == [max(1, 3 * num_iters - 2), max(2, 3 * num_iters - 1)]
     assert operations.names <= MEMORY
+
+
+@pytest.mark.parametrize("group_size", [64, 128])
+def test_only_the_first_launch_of_a_pass_waits_for_the_end_of_what_comes_before(group_size):
+    found = plan.plan_for(torch.randn(4, 128, 5, 5), None, None, group_size, 5, None).launches
+    assert not found["moments"].early
+    assert not found["cross_moments"].early
+    middle = ("newton", "newton_backward") if group_size == 64 else ("start", "last_step", "prepare", "finish")
+    assert all(found[name].early for name in ("reduce", "cross_reduce", *middle, "apply", "apply_backward"))

@@ -35,6 +35,8 @@ class Launch:
         constants: its constexpr arguments.
         warps: of a program.
         device: where it runs.
+        early: whether its programs may be brought up while the launch before is at work, and wait there. They take the
+            multiprocessors that are free first, which is no matter where only so many fit as there should be.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Launch:
         constants: dict[str, Any],
         warps: int,
         device: torch.device,
+        early: bool = True,
     ):
         self.kernel = kernel
         self.grid = grid
@@ -55,11 +58,12 @@ class Launch:
         self.integers = integers
         self.constants = constants
         self.warps = warps
+        self.early = early
         if device.type == "cuda" and not INTERPRETED:
             # Of the others only the width matters: 2 stands for 32 bits, 2^31 for 64.
             typical = (n if i in specialized else (2 if n < 2**31 else 2**31) for i, n in enumerate(integers))
             call, before, after = _compiled(
-                kernel, (*pointers, *floats, *typical), (*constants.items(), ("PDL", True)), warps, device.index
+                kernel, (*pointers, *floats, *typical), (*constants.items(), ("PDL", True)), warps, device.index, early
             )
             self._call = call
             self._before = before
@@ -100,11 +104,11 @@ class Launches:
 
 
 @functools.cache
-def _compiled(kernel, types: tuple, constants: tuple, warps: int, device: int) -> tuple[Any, tuple, tuple]:
+def _compiled(kernel, types: tuple, constants: tuple, warps: int, device: int, early: bool) -> tuple[Any, tuple, tuple]:
     """What to call, and what goes before and after the arguments of a launch."""
     with torch.cuda.device(device):
         # Programmatic dependent launch: the kernels wait for the launch before them by themselves.
-        compiled = kernel.warmup(*types, grid=(1,), **dict(constants), num_warps=warps, launch_pdl=True)
+        compiled = kernel.warmup(*types, grid=(1,), **dict(constants), num_warps=warps, launch_pdl=early)
         compiled._init_handles()
     values = tuple(value for _, value in constants)
     run, metadata = compiled.run, (compiled.packed_metadata, None, None, None)

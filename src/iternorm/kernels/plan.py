@@ -131,6 +131,9 @@ class Plan:
             {**common, **constants, **last},
             tiles.warps,
             self.key.device,
+            # Two programs of the backward's moments fit one multiprocessor where one is meant to have it: brought up
+            # early, they would double up on those that are free first.
+            early=not kernel.endswith("moments"),
         )
 
     def _moments(self, backward: bool = False) -> Launch:
