@@ -3,6 +3,23 @@
 import torch
 from torch import Tensor, nn
 
+# Shapes on both sides of every choice that the verbs on the CPU make: planes longer and shorter than a group, ragged
+# groups, odd sizes, one sample, one position, two dimensions; (shape, group_size).
+SHAPES = [
+    ((6, 8, 5, 5), 4),
+    ((6, 10, 5, 5), 4),
+    ((3, 70, 9, 9), 64),
+    ((3, 70, 2, 2), 64),
+    ((7, 65, 9, 9), 65),
+    ((1, 8, 9, 9), 4),
+    ((9, 8, 1, 1), 3),
+    ((33, 12), 5),
+    ((33, 12), 12),
+    ((5, 6, 7), 6),
+    ((2, 6, 3, 4, 5), 4),
+    ((4, 1, 3, 3), 1),
+]
+
 
 def covariance_with(eigenvalues: Tensor, *batch: int) -> Tensor:
     """Random symmetric matrices ``[*batch, d, d]`` with the given eigenvalues."""

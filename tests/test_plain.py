@@ -5,26 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from checks import by_group, correlated, padded, peak_bytes, relative_error
+from checks import SHAPES, by_group, correlated, padded, peak_bytes, relative_error
 from iternorm import groups, plain
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Shapes on both sides of every choice that `plain` makes: planes longer and shorter than a group, ragged groups, odd
-# sizes, one sample, one position, two dimensions; (shape, group_size).
-SHAPES = [
-    ((6, 8, 5, 5), 4),
-    ((6, 10, 5, 5), 4),
-    ((3, 70, 9, 9), 64),
-    ((3, 70, 2, 2), 64),
-    ((7, 65, 9, 9), 65),
-    ((1, 8, 9, 9), 4),
-    ((9, 8, 1, 1), 3),
-    ((33, 12), 5),
-    ((33, 12), 12),
-    ((5, 6, 7), 6),
-    ((2, 6, 3, 4, 5), 4),
-    ((4, 1, 3, 3), 1),
-]
 
 
 def formats(x):

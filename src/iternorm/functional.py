@@ -1,9 +1,10 @@
 """Public functions: check the arguments, choose the implementation, nothing else.
 
 The signatures follow `torch.nn.functional.batch_norm`. ``impl="auto"`` takes the Triton kernels on CUDA tensors in
-half, bfloat16 or single precision, for Newton's iteration with groups of up to 128 channels, and for ZCA with groups of
-up to 64, which they compute by that iteration run to convergence. On the CPU it takes C kernels for training in single
-and double precision, where the machine has a C compiler and they are faster. It takes the torch path for the rest.
+half, bfloat16 or single precision, for Newton's iteration with groups of up to 128 channels (above that for the
+iteration itself), and for ZCA with groups of up to 64, which they compute by that iteration run to convergence. On the
+CPU it takes C kernels for training in single and double precision, where the machine has a C compiler and they are
+faster. It takes the torch path for the rest.
 ``impl="native"`` is the C kernels, and ``impl="torch"`` never takes them. ``impl="reference"`` is the paper written
 plainly. An implementation that is named and cannot run raises.
 """
