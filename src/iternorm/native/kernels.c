@@ -191,18 +191,29 @@ static void pack(const Shape *s, const REAL *x, long group, long first, long cou
   (s->rows ? pack_rows : pack_planes)(s, group_of(s, x, group), width_of(s, group), first, count, shift, sums, tile);
 }
 
+/* Lanes of u and then of v, by number. GCC has the name that clang gives it only since version 12. */
+#if defined(__clang__)
+#define LANES(u, v, ...) __builtin_shufflevector(u, v, __VA_ARGS__)
+#else
+#if REAL_BYTES == 4
+typedef int32_t Numbers __attribute__((vector_size(VECTOR_BYTES)));
+#else
+typedef int64_t Numbers __attribute__((vector_size(VECTOR_BYTES)));
+#endif
+#define LANES(u, v, ...) __builtin_shuffle(u, v, (Numbers){__VA_ARGS__})
+#endif
+
 /* The sums of neighbouring lanes, of u and then of v. */
 INLINE V fold(V u, V v) {
 #if VECTOR_BYTES / REAL_BYTES == 16
-  return __builtin_shufflevector(u, v, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-         __builtin_shufflevector(u, v, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  return LANES(u, v, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         LANES(u, v, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 #elif VECTOR_BYTES / REAL_BYTES == 8
-  return __builtin_shufflevector(u, v, 0, 2, 4, 6, 8, 10, 12, 14) +
-         __builtin_shufflevector(u, v, 1, 3, 5, 7, 9, 11, 13, 15);
+  return LANES(u, v, 0, 2, 4, 6, 8, 10, 12, 14) + LANES(u, v, 1, 3, 5, 7, 9, 11, 13, 15);
 #elif VECTOR_BYTES / REAL_BYTES == 4
-  return __builtin_shufflevector(u, v, 0, 2, 4, 6) + __builtin_shufflevector(u, v, 1, 3, 5, 7);
+  return LANES(u, v, 0, 2, 4, 6) + LANES(u, v, 1, 3, 5, 7);
 #else
-  return __builtin_shufflevector(u, v, 0, 2) + __builtin_shufflevector(u, v, 1, 3);
+  return LANES(u, v, 0, 2) + LANES(u, v, 1, 3);
 #endif
 }
 
