@@ -170,7 +170,8 @@ def _fused_forward_op(
 
 @_fused_forward_op.register_fake
 def _(x, weight, bias, group_size, num_iters, eps, exact, relu):
-    size = kernels().state_of(x.shape[1], group_size, num_iters).size
+    kept_parts = kernels().newton_parts(kernels().parts(x.dtype), exact)
+    size = kernels().state_of(x.shape[1], group_size, num_iters, kept_parts).size
     return torch.empty_like(kernels().dense(x)), x.new_empty(size, dtype=torch.float32)
 
 
@@ -188,8 +189,8 @@ def _fused_backward_op(
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with kernels().on_device(x.device):
-        relu = output is not None
-        plan = kernels().plan_for(kernels().dense(x), weight, None, group_size, num_iters, None, exact, relu)
+        relu, split = output is not None, kernels().split_of(state, x, group_size, num_iters, exact)
+        plan = kernels().plan_for(kernels().dense(x), weight, None, group_size, num_iters, None, exact, relu, split)
         gradients = kernels().backward(grad, x, weight, state, plan, eps, needs_input, output)
     # An operator returns tensors: what was not asked for is empty.
     dx, grad_weight, grad_bias = (state.new_empty(0) if g is None else g for g in gradients)

@@ -9,7 +9,7 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
 from iternorm import ops
-from iternorm.kernels import iteration, launch, launcher, plan
+from iternorm.kernels import iteration, launch, launcher, plan, shapes
 
 # New memory, and parts of it.
 MEMORY = {"aten::new_empty", "aten::empty_like", "aten::slice", "aten::view", "aten::detach"}
@@ -75,3 +75,22 @@ def test_only_the_first_launch_of_a_pass_waits_for_the_end_of_what_comes_before(
     assert not found["cross_moments"].early
     middle = ("newton", "newton_backward") if group_size == 64 else ("start", "last_step", "prepare", "finish")
     assert all(found[name].early for name in ("reduce", "cross_reduce", *middle, "apply", "apply_backward"))
+
+
+@pytest.mark.parametrize("before", ["highest", "high"])
+@pytest.mark.parametrize("after", ["highest", "high"])
+def test_a_backward_knows_what_its_forward_kept_whatever_precision_is_set_since(before, after, monkeypatch):
+    monkeypatch.setattr(shapes, "INTERPRETED", False)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: before)
+    x = torch.randn(4, 128, 5, 5)
+    parts = shapes.newton_parts(shapes.parts(x.dtype), False)
+    state = torch.empty(shapes.state_of(128, 64, 5, parts).size)
+    half = torch.empty(shapes.state_of(128, 64, 5, shapes.newton_parts(shapes.parts(torch.float16), False)).size)
+    exact = torch.empty(shapes.state_of(128, 64, 5, 3).size)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: after)
+    splits = {"highest": 3, "high": 2}
+    assert shapes.split_of(state, x, 64, 5, False) == splits[before]
+    # What does not depend on the precision of then is what it is now.
+    assert shapes.split_of(half, x.half(), 64, 5, False) == 2
+    assert shapes.split_of(exact, x, 64, 5, True) == splits[after]
+    assert shapes.split_of(state, x, 64, 1, False) == shapes.split_of(state, x, 128, 5, False) == splits[after]

@@ -12,9 +12,22 @@ from torch import Tensor
 from iternorm import groups, plain
 from iternorm.kernels.launcher import on_device
 from iternorm.kernels.plan import Plan, plan_for
-from iternorm.kernels.shapes import dense, state_of, unsupported, views
+from iternorm.kernels.shapes import dense, newton_parts, parts, split_of, state_of, unsupported, views
 
-__all__ = ["backward", "dense", "forward", "infer", "on_device", "plan_for", "state_of", "unsupported", "views"]
+__all__ = [
+    "backward",
+    "dense",
+    "forward",
+    "infer",
+    "newton_parts",
+    "on_device",
+    "parts",
+    "plan_for",
+    "split_of",
+    "state_of",
+    "unsupported",
+    "views",
+]
 
 
 def _itself(tensor: Tensor) -> Tensor:

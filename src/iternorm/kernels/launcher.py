@@ -35,8 +35,8 @@ class Launch:
         constants: its constexpr arguments.
         warps: of a program.
         device: where it runs.
-        early: whether its programs may be brought up while the launch before is at work, and wait there. They take the
-            multiprocessors that are free first, which is no matter where only so many fit as there should be.
+        early: whether its programs may be brought up while the launch before is at work, and wait there. They crowd on
+            the multiprocessors that fall free first, if more of them fit there than should share one.
     """
 
     def __init__(

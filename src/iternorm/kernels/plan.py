@@ -16,6 +16,7 @@ from iternorm.kernels.shapes import (
     NEWTON_WARPS,
     dense,
     jitter,
+    newton_parts,
     num_sms,
     parts,
     precision,
@@ -57,7 +58,9 @@ def plan_for(
     running,
     exact: bool = False,
     relu: bool = False,
+    split: int | None = None,
 ) -> "Plan":
+    """The plan for this call; `split` is what `parts` says unless it is given."""
     key = Key(
         x.shape,
         x.stride(),
@@ -65,7 +68,7 @@ def plan_for(
         x.device,
         group_size,
         num_iters,
-        parts(x.dtype),
+        parts(x.dtype) if split is None else split,
         exact,
         relu,
         None if weight is None else weight.dtype,
@@ -94,7 +97,8 @@ class Plan:
     def __init__(self, key: Key, x: Tensor):
         self.key = key
         self.shape = shape = shape_of(dense(x), key.group_size)
-        self.at = state_of(shape.channels, key.group_size, key.num_iters)
+        self.newton_parts = newton_parts(key.split, key.exact)
+        self.at = state_of(shape.channels, key.group_size, key.num_iters, self.newton_parts)
         self.copied = dense(x) is not x
         self.iteration: Iteration | None = None
         if shape.padded > LARGEST_NEWTON:
@@ -235,13 +239,6 @@ class Plan:
             {"WEIGHT": weight is not None, "RELU": self.key.relu},
             False,
         )
-
-    @property
-    def newton_parts(self) -> int:
-        """How the iteration multiplies: 3 bfloat16 parts, 1 TF32, or 0 for the interpreter, which knows fp32."""
-        if self.key.split == 0:
-            return 0
-        return 3 if self.key.exact or self.key.split == 3 else 1
 
     @property
     def kept(self) -> torch.dtype:

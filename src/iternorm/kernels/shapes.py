@@ -77,17 +77,18 @@ class State(NamedTuple):
     finite: int  # one int32
     covariance: int  # [G, BD, BD], without eps
     whitening: int  # [G, d, d]
-    iterates: int  # room for [G, 2 T - 1, 3, BD, BD] of two bytes each; of a group above 64 [2 T - 1, G, BD, BD]
+    iterates: int  # [G, 2 T - 1, BD, BD], of three bfloat16 parts or fp32; of a group above 64 [2 T - 1, G, BD, BD]
     size: int
 
 
-def state_of(channels: int, group_size: int, num_iters: int) -> State:
+def state_of(channels: int, group_size: int, num_iters: int, kept_parts: int = 1) -> State:
+    """The state of a forward pass whose iteration multiplies `kept_parts` (see `newton_parts`)."""
     size = groups.effective_size(channels, group_size)
     padded = padded_size(size)
     count = groups.num_groups(channels, group_size)
     kept = slots_of(num_iters) * padded**2
-    if padded <= LARGEST_NEWTON:
-        # Three parts of two bytes take more room than one fp32: enough for either, whatever precision is set later.
+    if padded <= LARGEST_NEWTON and kept_parts == 3:
+        # Of two bytes each.
         kept += kept // 2
     offsets = [0]
     for length in (channels, channels, 1, count * padded**2, count * size**2, count * kept):
@@ -135,6 +136,25 @@ def parts(dtype: torch.dtype) -> int:
     if dtype == torch.bfloat16:
         return 1
     return 3 if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else 2
+
+
+def newton_parts(split: int, exact: bool) -> int:
+    """How the iteration multiplies: 3 bfloat16 parts, 1 TF32, or 0 for the interpreter, which knows fp32."""
+    if split == 0:
+        return 0
+    return 3 if exact or split == 3 else 1
+
+
+def split_of(state: Tensor, x: Tensor, group_size: int, num_iters: int, exact: bool) -> int:
+    """The `parts` of the forward pass that left this state: the user may have set another precision since.
+
+    Only fp32's depend on it, and only they keep their iterates in one of two ways, of different size.
+    """
+    split = parts(x.dtype)
+    whole, in_parts = (state_of(x.shape[1], group_size, num_iters, kept).size for kept in (1, 3))
+    if x.dtype != torch.float32 or exact or split == 0 or whole == in_parts:
+        return split
+    return 3 if state.numel() == in_parts else 2
 
 
 def jitter(split: int) -> float:
