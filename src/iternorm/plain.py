@@ -30,16 +30,21 @@ def as_planes(x: Tensor) -> Tensor:
     return x.unsqueeze(2) if x.ndim == 2 else x.flatten(2)
 
 
+def is_channels_last(x: Tensor) -> bool:
+    """Whether an activation of four or five dimensions lies in channels_last memory."""
+    if x.ndim == 4:
+        return x.is_contiguous(memory_format=torch.channels_last)
+    return x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d)
+
+
 def empty_output(x: Tensor) -> Tensor:
     """Memory for a result laid out as x, of which `as_planes` is a view.
 
     It is no view itself: autograd forbids to overwrite a view that a custom function returns, as `ReLU(inplace=True)`
     after the layer does.
     """
-    if x.ndim >= 4 and not x.is_contiguous():
-        memory_format = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
-        if not x.is_contiguous(memory_format=memory_format):
-            return x.new_empty(x.shape)
+    if x.ndim >= 4 and not x.is_contiguous() and not is_channels_last(x):
+        return x.new_empty(x.shape)
     return torch.empty_like(x)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from iternorm import groups
+from iternorm import groups, plain
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # The largest group whose iteration runs in one program: three matrices of 64x64 fit its registers, of 128x128 not.
@@ -57,11 +57,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def _is_rows(x: Tensor) -> bool:
-    if x.ndim == 4:
-        return x.is_contiguous(memory_format=torch.channels_last)
-    if x.ndim == 5:
-        return x.is_contiguous(memory_format=torch.channels_last_3d)
-    return x.ndim == 3 and x.transpose(1, 2).is_contiguous()
+    return plain.is_channels_last(x) or (x.ndim == 3 and x.transpose(1, 2).is_contiguous())
 
 
 def padded_size(size: int) -> int:

@@ -65,11 +65,7 @@ def _is_rows(x: Tensor) -> bool | None:
     if x.is_contiguous():
         # Planes of one position are rows of channels.
         return x.numel() == x.shape[0] * x.shape[1]
-    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return True
-    if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
-        return True
-    return None
+    return True if plain.is_channels_last(x) else None
 
 
 def can_read(*activations: Tensor) -> bool:
