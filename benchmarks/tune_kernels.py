@@ -1,4 +1,4 @@
-"""Time every tile choice of the kernels on this GPU: what `iternorm.kernels.plans.tiles_for` was chosen from.
+"""Time every tile choice of the kernels on this GPU: what `iternorm.kernels.shapes.tiles_for` was chosen from.
 
     PYTHONPATH=src python benchmarks/tune_kernels.py --out tune.json
 
@@ -27,7 +27,7 @@ SHAPES = {
 BLOCKS = [(32, 4), (64, 4), (128, 4), (64, 8), (128, 8)]
 STAGES = [2, 3, 4]
 PER_SM = [1, 2, 3, 4]
-KERNELS = ["moments", "cross_moments", "apply", "apply_backward"]
+KERNELS = ["moments", "cross_moments", "whiten", "whiten_backward", "apply"]
 MODES = {"tf32": (torch.float32, "high"), "bf16": (torch.bfloat16, "high"), "fp32": (torch.float32, "highest")}
 
 
@@ -39,7 +39,9 @@ def prepare(shape, mode, rows):
     grad, out = torch.randn_like(x), torch.empty_like(x)
     count = -(-shape[1] // 64)
     matrix = torch.empty(count, 64, 64, device="cuda")
-    vector = torch.randn(shape[1], device="cuda")
+    vector = torch.ones(shape[1], device="cuda")
+    matrix.copy_(torch.eye(64, device="cuda"))
+    state = torch.zeros(count * 64 * 64 * 32, device="cuda")
     workspace = torch.empty(count * 1024 * 64 * 66, device="cuda")
 
     def call(kernel):
@@ -49,14 +51,20 @@ def prepare(shape, mode, rows):
         partial, reduced = workspace.data_ptr(), matrix.data_ptr()
         if kernel == "moments":
             plan.launches["moments"](stream, (activation, activation, 0, 0, partial))
-            plan.launches["reduce"](stream, (partial, reduced, v, v))
+            plan.launches["reduce"](stream, (partial, reduced, v, v, 0, 0))
         elif kernel == "cross_moments":
             plan.launches["cross_moments"](stream, (gradient, activation, 0, v, partial))
-            plan.launches["cross_reduce"](stream, (partial, reduced, v, 0))
+            plan.launches["cross_reduce"](stream, (partial, reduced, v, 0, 0, 0))
         elif kernel == "apply":
-            plan.launches["apply"](stream, (activation, result, reduced, v, v, v, 0, 0))
+            plan.launches["apply"](stream, (activation, result, reduced, v, v, v))
+        elif kernel == "whiten":
+            kept = (state.data_ptr() + 4 * count * 64 * 64, state.data_ptr() + 8 * count * 64 * 64)
+            statistics = (reduced, v, v, *kept, v, v, 0, 0, 0, 0)
+            plan.launches["whiten"](stream, (activation, result, *statistics, 1e-5, 0.1))
         else:
-            plan.launches["apply_backward"](stream, (gradient, activation, 0, result, reduced, reduced, v, v, v))
+            kept = (state.data_ptr() + 4 * count * 64 * 64, state.data_ptr() + 8 * count * 64 * 64)
+            statistics = (reduced, reduced, v, *kept, v, v, v)
+            plan.launches["whiten_backward"](stream, (gradient, activation, 0, result, *statistics, 1e-5))
 
     return {kernel: functools.partial(call, kernel) for kernel in KERNELS}
 

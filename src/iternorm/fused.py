@@ -170,7 +170,7 @@ def _fused_forward_op(
 
 @_fused_forward_op.register_fake
 def _(x, weight, bias, group_size, num_iters, eps, exact, relu):
-    kept_parts = kernels().newton_parts(kernels().parts(x.dtype), exact)
+    kept_parts = kernels().newton_parts(kernels().parts(x.dtype), exact, num_iters)
     size = kernels().state_of(x.shape[1], group_size, num_iters, kept_parts).size
     return torch.empty_like(kernels().dense(x)), x.new_empty(size, dtype=torch.float32)
 

@@ -30,7 +30,7 @@ class Operations(TorchDispatchMode):
 STEP = ("step", "step", "step")
 STEP_BACKWARD = ("product", "differentiate", "pair")
 CHAINS = [
-    (64, 5, ("newton", "apply"), ("newton_backward", "apply_backward")),
+    (64, 5, ("whiten",), ("whiten_backward",)),
     (128, 0, ("start", "blend", "apply"), ("prepare", "finish", "apply_backward")),
     (
         128,
@@ -73,8 +73,9 @@ def test_only_the_first_launch_of_a_pass_waits_for_the_end_of_what_comes_before(
     found = plan.plan_for(torch.randn(4, 128, 5, 5), None, None, group_size, 5, None).launches
     assert not found["moments"].early
     assert not found["cross_moments"].early
-    middle = ("newton", "newton_backward") if group_size == 64 else ("start", "last_step", "prepare", "finish")
-    assert all(found[name].early for name in ("reduce", "cross_reduce", *middle, "apply", "apply_backward"))
+    large = ("start", "last_step", "prepare", "finish", "apply", "apply_backward")
+    rest = ("whiten", "whiten_backward", "weight_gradient") if group_size == 64 else large
+    assert all(found[name].early for name in ("reduce", "cross_reduce", *rest))
 
 
 @pytest.mark.parametrize("before", ["highest", "high"])
@@ -83,14 +84,16 @@ def test_a_backward_knows_what_its_forward_kept_whatever_precision_is_set_since(
     monkeypatch.setattr(shapes, "INTERPRETED", False)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: before)
     x = torch.randn(4, 128, 5, 5)
-    parts = shapes.newton_parts(shapes.parts(x.dtype), False)
-    state = torch.empty(shapes.state_of(128, 64, 5, parts).size)
-    half = torch.empty(shapes.state_of(128, 64, 5, shapes.newton_parts(shapes.parts(torch.float16), False)).size)
-    exact = torch.empty(shapes.state_of(128, 64, 5, 3).size)
+
+    def kept(dtype, exact=False, num_iters=5):
+        parts = shapes.newton_parts(shapes.parts(dtype), exact, num_iters)
+        return torch.empty(shapes.state_of(128, 64, num_iters, parts).size)
+
+    state, half, exact, long = (kept(x.dtype), kept(torch.float16), kept(x.dtype, True), kept(x.dtype, False, 20))
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: after)
     splits = {"highest": 3, "high": 2}
     assert shapes.split_of(state, x, 64, 5, False) == splits[before]
     # What does not depend on the precision of then is what it is now.
     assert shapes.split_of(half, x.half(), 64, 5, False) == 2
-    assert shapes.split_of(exact, x, 64, 5, True) == splits[after]
+    assert shapes.split_of(exact, x, 64, 5, True) == shapes.split_of(long, x, 64, 20, False) == splits[after]
     assert shapes.split_of(state, x, 64, 1, False) == shapes.split_of(state, x, 128, 5, False) == splits[after]

@@ -33,6 +33,8 @@ SHAPES = [
     ((512, 96), 32),
     ((16, 64, 33), 16),
     ((4, 24, 4, 6, 5), 24),
+    # Many samples are other tiles, and other kernels.
+    ((33, 70, 64, 64), 64),
 ]
 
 
@@ -109,7 +111,10 @@ def test_groups_above_128_against_fp64(name, shape, group_size, last, precision,
 
 
 @pytest.mark.parametrize("name", BUDGETS)
-@pytest.mark.parametrize(("shape", "group_size"), [((16, 128, 16, 16), 64), ((8, 80, 7, 9), 48), ((8, 128, 9, 9), 128)])
+@pytest.mark.parametrize(
+    ("shape", "group_size"),
+    [((16, 128, 16, 16), 64), ((8, 80, 7, 9), 48), ((8, 128, 9, 9), 128), ((33, 64, 64, 64), 64)],
+)
 @pytest.mark.parametrize("last", [False, True])
 def test_an_activation_in_passing_is_one_after_the_layer(name, shape, group_size, last, precision, poisoned_memory):
     dtype, setting, _ = BUDGETS[name]
@@ -178,11 +183,14 @@ def test_a_mean_of_a_thousand_deviations(setting, last, precision):
     assert max(found) < (1e-4 if setting == "highest" else 2e-3), found
 
 
-@pytest.mark.parametrize("num_iters", [10, 20])
-def test_many_steps_stay_accurate(num_iters, precision):
-    precision("highest")
+# From 8 and from 13 steps on the iteration's products are in other parts.
+@pytest.mark.parametrize(
+    ("num_iters", "setting"), [(7, "highest"), (10, "highest"), (12, "high"), (20, "high"), (20, "highest")]
+)
+def test_many_steps_stay_accurate(num_iters, setting, precision):
+    precision(setting)
     x = activation((16, 64, 16, 16), torch.float32)
-    assert max(errors_against_torch(x, num_iters)) < 1e-4
+    assert max(errors_against_torch(x, num_iters)) < (1e-4 if setting == "highest" else 5e-3)
 
 
 def errors_against_torch(x, num_iters):
@@ -238,11 +246,36 @@ def test_two_runs_give_the_same_bits(group_size, setting, precision):
             assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
 
 
+@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("size", [1e-15, 1e-6, 1e6, 1e15])
+def test_gradients_of_any_size(name, size, precision):
+    # The iteration's backward computes in float16, whose range is small.
+    dtype, setting, budget = BUDGETS[name]
+    precision(setting)
+    x = activation((16, 64, 16, 16), dtype, True)
+    assert max(errors(layer_for(x.shape), x, size * torch.randn_like(x))) < budget
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_nan_stays_at_its_sample_in_eval(name, precision):
+    dtype, setting, _ = BUDGETS[name]
+    precision(setting)
+    for last in (False, True):
+        x = activation((4, 64, 8, 8), dtype, last)
+        x[1, 3, 2, 5] = float("nan")
+        with torch.no_grad():
+            y = layer_for(x.shape).eval()(x)
+        expected = torch.zeros(4, 8, 8, dtype=torch.bool, device="cuda")
+        expected[1, 2, 5] = True
+        assert torch.equal(y.isnan().all(1), expected)
+        assert torch.equal(y.isnan().any(1), expected)
+
+
 # How often each kernel is launched at T=5, forward and backward.
 KERNELS = {
     64: (
-        {"partial_moments": 1, "reduce_moments": 1, "newton_forward": 1, "apply_forward": 1},
-        {"partial_moments": 1, "reduce_moments": 1, "newton_backward": 1, "apply_backward": 1},
+        {"partial_moments": 1, "reduce_moments": 1, "whiten_forward": 1},
+        {"partial_moments": 1, "reduce_moments": 1, "whiten_backward": 1},
     ),
     128: (
         {"partial_moments": 1, "reduce_moments": 1, "start": 1, "combine": 12, "blend": 1, "apply_forward": 1},

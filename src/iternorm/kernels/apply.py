@@ -5,12 +5,17 @@ so that rounding to TF32 meets small numbers; bfloat16 goes into the product as 
 through the same rounded matrix.
 """
 
+# A checker takes the language of the kernels for Python.
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
 from iternorm.kernels.moments import (
+    above,
     along_channels,
+    beside,
     follow,
+    in_parts,
     load_tile,
     passed,
     sample_offsets,
@@ -22,9 +27,27 @@ from iternorm.kernels.moments import (
 
 
 @triton.jit
+def as_tf32(x):
+    """x rounded to what tensor cores take of an fp32 operand. They would cut it off."""
+    return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
+
+
+@triton.jit
 def on_channels(matrix, tile, acc, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """acc + matrix x for the samples x of a tile; the matrix is transposed already where tiles are rows."""
-    if ROWS:
+    """acc + matrix x for the samples x of a tile; the matrix is transposed already where tiles are rows.
+
+    Rows are what TF32's left operand wants: one product in place of three. In three parts, parts side by side make
+    three products of six.
+    """
+    if ROWS and PARTS == 2:
+        acc = tl.dot(as_tf32(tile), as_tf32(matrix), acc, input_precision="tf32")
+    elif ROWS and PARTS == 3:
+        a1, a2, a3 = in_parts(tile, PARTS)
+        b1, b2, b3 = in_parts(matrix, PARTS)
+        acc = tl.dot(beside(a1, a3), above(b3, b1), acc)
+        acc = tl.dot(beside(a1, a2), above(b2, b1), acc)
+        acc = tl.dot(beside(a2, a1), above(b2, b1), acc)
+    elif ROWS:
         acc = split_dot(tile, matrix, acc, PARTS)
     else:
         acc = split_dot(matrix, tile, acc, PARTS)
@@ -98,6 +121,53 @@ def forward_tile(
     store_tile(tile_pointers(y_ptr, samples, channels, ROWS), y, start, last, valid, BL, ROWS, FULL, WHOLE)
 
 
+@triton.jit
+def forward_tiles(
+    x_ptr,
+    y_ptr,
+    matrix,
+    mean,
+    offset,
+    channels,
+    valid,
+    program,
+    tiles_per_program,
+    M,
+    C,
+    L,
+    BD: tl.constexpr,
+    BL: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIG: tl.constexpr,
+    WHOLE: tl.constexpr,
+    RELU: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """y = matrix (x - mean) + offset over a program's share of the tiles."""
+    if PARTS == 1:
+        rounded = matrix.to(tl.bfloat16)
+        offset -= tl.sum(rounded.to(tl.float32) * mean[None, :], 1)
+    else:
+        rounded = matrix
+    if ROWS:
+        rounded = tl.trans(rounded)
+    first = program * tiles_per_program * BL
+    # A program may have no share.
+    last = tl.maximum(tl.minimum(first + tiles_per_program * BL, M), first)
+    middle = first + (last - first) // BL * BL
+    for start in tl.range(first, middle, BL, num_stages=STAGES):
+        forward_tile(
+            x_ptr, y_ptr, start, last, rounded, mean, offset, channels, valid,
+            C, L, BD, BL, ROWS, PARTS, BIG, True, WHOLE, RELU,
+        )  # fmt: skip
+    if middle < last:
+        forward_tile(
+            x_ptr, y_ptr, middle, last, rounded, mean, offset, channels, valid,
+            C, L, BD, BL, ROWS, PARTS, BIG, False, WHOLE, RELU,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["M", "tiles_per_program"])
 def apply_forward(
     x_ptr,
@@ -106,8 +176,6 @@ def apply_forward(
     mean_ptr,
     weight_ptr,
     bias_ptr,
-    num_batches_ptr,
-    finite_ptr,
     M,
     C,
     L,
@@ -118,7 +186,6 @@ def apply_forward(
     ROWS: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
-    COUNT: tl.constexpr,
     RELU: tl.constexpr,
     PARTS: tl.constexpr,
     BIG: tl.constexpr,
@@ -147,30 +214,10 @@ def apply_forward(
     matrix = tl.load(whitening_ptr + group * D * D + i * D + j, mask=(i < D) & (j < D), other=0.0).to(tl.float32)
     if WEIGHT:
         matrix = matrix * weight[:, None]
-    if PARTS == 1:
-        rounded = matrix.to(tl.bfloat16)
-        offset -= tl.sum(rounded.to(tl.float32) * mean[None, :], 1)
-    else:
-        rounded = matrix
-    if ROWS:
-        rounded = tl.trans(rounded)
-
-    first = program * tiles_per_program * BL
-    last = tl.minimum(first + tiles_per_program * BL, M)
-    middle = first + (last - first) // BL * BL
-    for start in tl.range(first, middle, BL, num_stages=STAGES):
-        forward_tile(
-            x_ptr, y_ptr, start, last, rounded, mean, offset, channels, valid,
-            C, L, BD, BL, ROWS, PARTS, BIG, True, WHOLE, RELU,
-        )  # fmt: skip
-    if middle < last:
-        forward_tile(
-            x_ptr, y_ptr, middle, last, rounded, mean, offset, channels, valid,
-            C, L, BD, BL, ROWS, PARTS, BIG, False, WHOLE, RELU,
-        )  # fmt: skip
-    if COUNT:
-        if (program == 0) & (group == 0):
-            tl.store(num_batches_ptr, tl.load(num_batches_ptr) + tl.load(finite_ptr))
+    forward_tiles(
+        x_ptr, y_ptr, matrix, mean, offset, channels, valid, program, tiles_per_program, M, C, L,
+        BD, BL, ROWS, PARTS, BIG, WHOLE, RELU, STAGES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -215,6 +262,58 @@ def backward_tile(
         dx = on_channels(second_matrix, shifted(x, mean, start, last, valid, BL, ROWS, FULL), dx, ROWS, PARTS)
     dx += along_channels(offset, ROWS)
     store_tile(tile_pointers(dx_ptr, samples, channels, ROWS), dx, start, last, valid, BL, ROWS, FULL, WHOLE)
+
+
+@triton.jit
+def backward_tiles(
+    grad_ptr,
+    x_ptr,
+    output_ptr,
+    dx_ptr,
+    first_matrix,
+    second_matrix,
+    mean,
+    offset,
+    channels,
+    valid,
+    program,
+    tiles_per_program,
+    M,
+    C,
+    L,
+    BD: tl.constexpr,
+    BL: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIG: tl.constexpr,
+    WHOLE: tl.constexpr,
+    RELU: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dx = first dy + second (x - mean) + offset over a program's share of the tiles."""
+    if PARTS == 1:
+        first_rounded = first_matrix.to(tl.bfloat16)
+        second_rounded = second_matrix.to(tl.bfloat16)
+        offset -= tl.sum(second_rounded.to(tl.float32) * mean[None, :], 1)
+    else:
+        first_rounded = first_matrix
+        second_rounded = second_matrix
+    if ROWS:
+        first_rounded = tl.trans(first_rounded)
+        second_rounded = tl.trans(second_rounded)
+    first = program * tiles_per_program * BL
+    last = tl.minimum(first + tiles_per_program * BL, M)
+    middle = first + (last - first) // BL * BL
+    for start in tl.range(first, middle, BL, num_stages=STAGES):
+        backward_tile(
+            grad_ptr, x_ptr, output_ptr, dx_ptr, start, last, first_rounded, second_rounded, mean, offset, channels,
+            valid, C, L, BD, BL, ROWS, PARTS, BIG, True, WHOLE, RELU,
+        )  # fmt: skip
+    if middle < last:
+        backward_tile(
+            grad_ptr, x_ptr, output_ptr, dx_ptr, middle, last, first_rounded, second_rounded, mean, offset, channels,
+            valid, C, L, BD, BL, ROWS, PARTS, BIG, False, WHOLE, RELU,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program"])
@@ -265,27 +364,7 @@ def apply_backward(
     offset = -tl.sum(first_matrix * (grad_sum / M)[None, :], 1)
     follow(PDL)
     second_matrix = tl.load(second_ptr + group * BD * BD + i * BD + j)
-    if PARTS == 1:
-        first_rounded = first_matrix.to(tl.bfloat16)
-        second_rounded = second_matrix.to(tl.bfloat16)
-        offset -= tl.sum(second_rounded.to(tl.float32) * mean[None, :], 1)
-    else:
-        first_rounded = first_matrix
-        second_rounded = second_matrix
-    if ROWS:
-        first_rounded = tl.trans(first_rounded)
-        second_rounded = tl.trans(second_rounded)
-
-    first = program * tiles_per_program * BL
-    last = tl.minimum(first + tiles_per_program * BL, M)
-    middle = first + (last - first) // BL * BL
-    for start in tl.range(first, middle, BL, num_stages=STAGES):
-        backward_tile(
-            grad_ptr, x_ptr, output_ptr, dx_ptr, start, last, first_rounded, second_rounded, mean, offset, channels,
-            valid, C, L, BD, BL, ROWS, PARTS, BIG, True, WHOLE, RELU,
-        )  # fmt: skip
-    if middle < last:
-        backward_tile(
-            grad_ptr, x_ptr, output_ptr, dx_ptr, middle, last, first_rounded, second_rounded, mean, offset, channels,
-            valid, C, L, BD, BL, ROWS, PARTS, BIG, False, WHOLE, RELU,
-        )  # fmt: skip
+    backward_tiles(
+        grad_ptr, x_ptr, output_ptr, dx_ptr, first_matrix, second_matrix, mean, offset, channels, valid, program,
+        tiles_per_program, M, C, L, BD, BL, ROWS, PARTS, BIG, WHOLE, RELU, STAGES,
+    )  # fmt: skip

@@ -115,11 +115,11 @@ class Iteration:
                 calls.append(("last_step", (*product, scale, *nothing, whitening, -0.5, 1.5)))
         return calls
 
-    def blend(self, covariance, whitening, mean, variance, buffers: tuple, counter, finite, momentum: float) -> Call:
-        """The update of running mean and matrix, the `buffers`; `finite` is where it says whether there was one."""
+    def blend(self, covariance, whitening, mean, variance, buffers: tuple, counter, batches, momentum: float) -> Call:
+        """The update of running mean and matrix, the `buffers`, and of the `counter`, of which `batches` is a copy."""
         assert self._running is not None
         value = covariance if self._running[4] else whitening
-        return "blend", (value, mean, variance, *buffers, counter, finite, momentum)
+        return "blend", (value, mean, variance, *buffers, counter, batches, momentum)
 
     def backward(
         self,
@@ -204,11 +204,11 @@ class Iteration:
         return Launch(
             blend,
             ((-(-size // BLOCK)) ** 2, self._count),
-            (fp32, fp32, fp32, mean, matrix, torch.int64 if counted else None, torch.int32),
+            (fp32, fp32, fp32, mean, matrix, *(torch.int64 if counted else None,) * 2),
             (0.1,),
             (self._channels,),
             (0,),
-            {"N": stride, "D": size, "BLOCK": BLOCK, "CUMULATIVE": cumulative},
+            {"N": stride, "D": size, "BLOCK": BLOCK, "COUNT": counted, "CUMULATIVE": cumulative},
             self._warps,
             self._device,
         )

@@ -4,6 +4,8 @@ A group has D channels, the last one what is left of C: beyond it matrices ``[G,
 and running statistics are ``[G, D, D]``.
 """
 
+# A checker takes the language of the kernels for Python.
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
@@ -68,24 +70,25 @@ def blend(
     running_mean_ptr,
     running_matrix_ptr,
     num_batches_ptr,
-    finite_ptr,
+    batches_ptr,
     momentum,
     C,
     N: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
     CUMULATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The running statistics of a batch whose moments are finite; `value` is its whitening or covariance, of N rows."""
     size = tl.minimum(D, C - tl.program_id(1) * D)
-    rows, columns, group = tile_of(D, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
+    rows, columns, group = tile_of(D, BLOCK)
     inside = (rows[:, None] < D) & (columns[None, :] < D)
     matrix_ptrs = running_matrix_ptr + group * D * D + rows[:, None] * D + columns[None, :]
     # Older than the launch before: another batch's, and the moments, from which the whitening matrix was computed.
     old = tl.load(matrix_ptrs, mask=inside, other=0.0).to(tl.float32)
     if CUMULATIVE:
-        momentum = 1.0 / (tl.load(num_batches_ptr) + 1).to(tl.float32)
+        momentum = 1.0 / (tl.load(batches_ptr) + 1).to(tl.float32)
     keep = all_finite(mean_ptr, variance_ptr, C)
     follow(PDL)
 
@@ -98,9 +101,9 @@ def blend(
         mean = tl.load(mean_ptr + channels, mask=member, other=0.0)
         old_mean = tl.load(running_mean_ptr + channels, mask=member, other=0.0).to(tl.float32)
         tl.store(running_mean_ptr + channels, tl.where(keep, old_mean + momentum * (mean - old_mean), old_mean), member)
-    if (tl.program_id(0) == 0) & (group == 0):
-        # The counter itself moves in the next launch: other programs of this one may still read it.
-        tl.store(finite_ptr, keep.to(tl.int32))
+    if COUNT:
+        if (tl.program_id(0) == 0) & (group == 0):
+            tl.store(num_batches_ptr, tl.load(batches_ptr) + keep.to(tl.int64))
 
 
 @triton.jit
@@ -179,7 +182,7 @@ def finish(
 ):
     """The symmetric gradient for the covariance, times a factor: (dZ - t I) / tr(Σ), t the sum of the tiles' `sums`."""
     size = tl.minimum(D, C - tl.program_id(1) * D)
-    rows, columns, group = tile_of(N, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
+    rows, columns, group = tile_of(N, BLOCK)
     # The forward's, so older than the launch before.
     trace = trace_of(covariance_ptr + group * N * N, size, eps, N, PADDED)
     follow(PDL)

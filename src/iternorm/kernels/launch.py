@@ -1,7 +1,7 @@
 """One whitening layer on the GPU: `forward`, `backward` and `infer`.
 
-Forward and backward are one chain of launches each: partial moments, reduction, newton, apply. Where groups have more
-than 64 channels, the launches of `iternorm.kernels.iteration` stand for newton.
+Forward and backward are one chain of launches each: partial moments, their reduction, and the iteration with what it is
+for. Where groups have more than 64 channels, the iteration is the launches of `iternorm.kernels.iteration`.
 """
 
 from typing import Any
@@ -40,23 +40,23 @@ def _pointers(quick: bool) -> tuple[Any, int | None]:
 
 
 def _parts_of(state: Tensor, plan: Plan, quick: bool) -> tuple:
-    """Mean, variance, flag, covariance, whitening and iterates in the state: addresses, or tensors for Triton."""
+    """Mean, variance, counter, covariance, whitening and iterates in the state: addresses, or tensors for Triton."""
     at = plan.at
     if quick:
         base = state.data_ptr()
         # Written out: a loop here costs as much as a launch.
-        mean, variance, finite, covariance, whitening, iterates, _ = at
+        mean, variance, batches, covariance, whitening, iterates, _ = at
         return (
             base + 4 * mean,
             base + 4 * variance,
-            base + 4 * finite,
+            base + 4 * batches,
             base + 4 * covariance,
             base + 4 * whitening,
             base + 4 * iterates,
         )
     # Where there are no iterates their part is empty, and any memory will do for it.
     slices = [state[offset if offset < at.size else 0 :] for offset in at[:-1]]
-    slices[2], slices[5] = slices[2].view(torch.int32), slices[5].view(plan.kept)
+    slices[2], slices[5] = slices[2][:2].view(torch.int64), slices[5].view(plan.kept)
     return tuple(slices)
 
 
@@ -82,25 +82,25 @@ def forward(
     state = (x.new_zeros if zeroed else x.new_empty)(plan.at.size, dtype=torch.float32)
     y = torch.empty_like(x)
     source, partials = ptr(x), ptr(plan.workspace(x, "moments", stream))
-    batch_mean, variance, finite, covariance, whitening, iterates = _parts_of(state, plan, quick)
+    batch_mean, variance, batches, covariance, whitening, iterates = _parts_of(state, plan, quick)
     moments = (source, source, absent, absent, partials)
-    reduction = (partials, covariance, batch_mean, variance)
-    counter = absent if num_batches is None else ptr(num_batches)
+    counter, batches = (ptr(num_batches), batches) if plan.counts else (absent, absent)
+    reduction = (partials, covariance, batch_mean, variance, counter, batches)
     affine = (absent if weight is None else ptr(weight), absent if bias is None else ptr(bias))
-    counting = (counter, finite) if plan.counts else (absent, absent)
-    application = (source, ptr(y), whitening, batch_mean, *affine, *counting)
     buffers = (absent, absent) if running is None else (ptr(mean), ptr(matrix))
     rate = 0.0 if momentum is None else momentum
     if plan.iteration is None:
-        newton = (covariance, batch_mean, variance, whitening, iterates, *buffers, counter, finite, eps, rate)
-        plan.run(stream, ("moments", "reduce", "newton", "apply"), (moments, reduction, newton, application))
+        statistics = (covariance, batch_mean, variance, whitening, iterates)
+        whitened = (source, ptr(y), *statistics, *affine, *buffers, counter, batches, eps, rate)
+        plan.run(stream, ("moments", "reduce", "whiten"), (moments, reduction, whitened))
     else:
         # The partial sums have been read by then, and leave their room to the iteration.
         calls = plan.iteration.forward(covariance, whitening, iterates, partials, eps)
         if running is not None:
             batch = (covariance, whitening, batch_mean, variance)
-            calls.append(plan.iteration.blend(*batch, buffers, counter, finite, rate))
+            calls.append(plan.iteration.blend(*batch, buffers, counter, batches, rate))
         names, arguments = zip(*calls, strict=True)
+        application = (source, ptr(y), whitening, batch_mean, *affine)
         plan.run(stream, ("moments", "reduce", *names, "apply"), (moments, reduction, *arguments, application))
     return y, state, plan
 
@@ -132,11 +132,17 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
     mean, _, _, covariance, whitening, iterates = _parts_of(state, plan, quick)
     scale = absent if weight is None else ptr(weight)
     scale_gradient = absent if grad_weight is None else ptr(grad_weight)
+    dx = torch.empty_like(x) if needs_input else None
     names = ("cross_moments", "cross_reduce")
-    arguments = ((gradient, source, passing, mean, partials), (partials, cross, grad_sum, absent))
+    arguments = ((gradient, source, passing, mean, partials), (partials, cross, grad_sum, absent, absent, absent))
+    activations = (gradient, source, passing, absent if dx is None else ptr(dx))
     if plan.iteration is None:
-        names = (*names, "newton_backward")
-        arguments = (*arguments, (cross, covariance, whitening, iterates, scale, scale_gradient, second, eps))
+        if needs_input:
+            statistics = (cross, covariance, mean, whitening, iterates, grad_sum)
+            names = (*names, "whiten_backward")
+            arguments = (*arguments, (*activations, *statistics, scale, scale_gradient, eps))
+        elif weight is not None:
+            names, arguments = (*names, "weight_gradient"), (*arguments, (cross, whitening, scale_gradient))
     else:
         matrices = (cross, covariance, whitening, iterates, scale, scale_gradient, partials, second)
         calls = plan.iteration.backward(*matrices, eps, 2 / shape.samples)
@@ -150,11 +156,9 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
                 grad = torch.where(output > 0, grad, 0)
             reduced = workspace[: 2 * half]
             return _large_apply_backward(grad, x, reduced, state, grad_bias, weight, plan), grad_weight, grad_bias
-    dx = None
-    if needs_input:
-        dx = torch.empty_like(x)
-        names = (*names, "apply_backward")
-        arguments = (*arguments, (gradient, source, passing, ptr(dx), whitening, second, mean, grad_sum, scale))
+        if needs_input:
+            names = (*names, "apply_backward")
+            arguments = (*arguments, (*activations, whitening, second, mean, grad_sum, scale))
     plan.run(stream, names, arguments)
     return dx, grad_weight, grad_bias
 
@@ -167,7 +171,7 @@ def infer(x, whitening, mean, weight, bias, group_size, relu=False) -> Tensor:
     stream = plan.stream(x, whitening, mean, weight, bias)
     ptr, absent = _pointers(stream is not None)
     affine = (absent if weight is None else ptr(weight), absent if bias is None else ptr(bias))
-    plan.run(stream, ("apply",), ((ptr(x), ptr(y), ptr(whitening), ptr(mean), *affine, absent, absent),))
+    plan.run(stream, ("apply",), ((ptr(x), ptr(y), ptr(whitening), ptr(mean), *affine),))
     return y
 
 

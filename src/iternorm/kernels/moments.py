@@ -7,6 +7,8 @@ A tile is ``[BD, BL]`` (channels by samples) for contiguous memory and ``[BL, BD
 the group size rounded up to a power of two; what lies beyond the group is masked, not copied.
 """
 
+# A checker takes the language of the kernels for Python.
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
@@ -119,22 +121,43 @@ def shifted(tile, shift, start, last, valid, BL: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
-def high(x):
-    return x.to(tl.bfloat16)
+def halves(x):
+    """x rounded to bfloat16, and what that leaves of it in fp32. A NaN may become a zero, which leaves NaN.
+
+    In integers: for a conversion there and back the compiler takes slow instructions.
+    """
+    bits = x.to(tl.int32, bitcast=True) + 0x8000
+    upper = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return upper, x - (bits & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def low(x):
-    """What bfloat16 leaves of x, in bfloat16."""
-    return (x - x.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
+def in_parts(x, PARTS: tl.constexpr):
+    """The bfloat16 parts of x, largest first; those that are not there stand for the last."""
+    if PARTS == 1:
+        first = x.to(tl.bfloat16)
+        second, third = first, first
+    else:
+        first, left = halves(x)
+        if PARTS == 2:
+            second = left.to(tl.bfloat16)
+            third = second
+        else:
+            second, left = halves(left)
+            third = left.to(tl.bfloat16)
+    return first, second, third
 
 
 @triton.jit
-def rest(x):
-    """What two bfloat16 leave of x, in bfloat16."""
-    first = x.to(tl.bfloat16).to(tl.float32)
-    second = (x - first).to(tl.bfloat16).to(tl.float32)
-    return (x - first - second).to(tl.bfloat16)
+def beside(a, b):
+    """[a, b]. No data moves: each thread has the same place of both."""
+    return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
+
+
+@triton.jit
+def above(a, b):
+    """[a; b]."""
+    return tl.join(a, b).permute(2, 0, 1).reshape(2 * a.shape[0], a.shape[1])
 
 
 @triton.jit
@@ -147,14 +170,16 @@ def split_dot(a, b, acc, PARTS: tl.constexpr):
     if PARTS == 0:
         acc = tl.dot(a, b, acc, input_precision="ieee")
     else:
+        a1, a2, a3 = in_parts(a, PARTS)
+        b1, b2, b3 = in_parts(b, PARTS)
         if PARTS == 3:
-            acc = tl.dot(high(a), rest(b), acc)
-            acc = tl.dot(rest(a), high(b), acc)
-            acc = tl.dot(low(a), low(b), acc)
+            acc = tl.dot(a1, b3, acc)
+            acc = tl.dot(a3, b1, acc)
+            acc = tl.dot(a2, b2, acc)
         if PARTS > 1:
-            acc = tl.dot(high(a), low(b), acc)
-            acc = tl.dot(low(a), high(b), acc)
-        acc = tl.dot(high(a), high(b), acc)
+            acc = tl.dot(a1, b2, acc)
+            acc = tl.dot(a2, b1, acc)
+        acc = tl.dot(a1, b1, acc)
     return acc
 
 
@@ -164,6 +189,7 @@ def gram_tile(
     x_ptr,
     output_ptr,
     start,
+    first,
     last,
     shift,
     channels,
@@ -182,9 +208,19 @@ def gram_tile(
     WHOLE: tl.constexpr,
     RELU: tl.constexpr,
 ):
-    """Add one tile to Σ a xᵀ and Σ a. With a = x, products of unlike parts are kept once, in `mixed`."""
+    """Add one tile to Σ a xᵀ and Σ a. With a = x, products of unlike parts are kept once, in `mixed`.
+
+    The program's `first` tile gives the shift of a = x.
+    """
     samples = sample_offsets(start, L, C, BL, ROWS, BIG)
     tile = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
+    if SELF:
+        if start == first:
+            count = tl.minimum(last - first, BL).to(tl.float32)
+            shift = tl.sum(tile.to(tl.float32), 0 if ROWS else 1) / count
+            if PARTS == 1:
+                # A bfloat16 value less a bfloat16 shift rounds to bfloat16 with little loss.
+                shift = shift.to(tl.bfloat16).to(tl.float32)
     x = shifted(tile, shift, start, last, valid, BL, ROWS, FULL)
     if SELF:
         total += x
@@ -194,20 +230,19 @@ def gram_tile(
             else:
                 gram = split_dot(x, tl.trans(x), gram, PARTS)
         else:
-            first = high(x)
-            second = low(x)
+            x1, x2, x3 = in_parts(x, PARTS)
             if ROWS:
-                gram = tl.dot(tl.trans(first), first, gram)
-                mixed = tl.dot(tl.trans(first), second, mixed)
+                gram = tl.dot(tl.trans(x1), x1, gram)
+                mixed = tl.dot(tl.trans(x1), x2, mixed)
                 if PARTS == 3:
-                    gram = tl.dot(tl.trans(second), second, gram)
-                    mixed = tl.dot(tl.trans(first), rest(x), mixed)
+                    gram = tl.dot(tl.trans(x2), x2, gram)
+                    mixed = tl.dot(tl.trans(x1), x3, mixed)
             else:
-                gram = tl.dot(first, tl.trans(first), gram)
-                mixed = tl.dot(first, tl.trans(second), mixed)
+                gram = tl.dot(x1, tl.trans(x1), gram)
+                mixed = tl.dot(x1, tl.trans(x2), mixed)
                 if PARTS == 3:
-                    gram = tl.dot(second, tl.trans(second), gram)
-                    mixed = tl.dot(first, tl.trans(rest(x)), mixed)
+                    gram = tl.dot(x2, tl.trans(x2), gram)
+                    mixed = tl.dot(x1, tl.trans(x3), mixed)
     else:
         a = load_tile(tile_pointers(a_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
         a = a.to(tl.float32)
@@ -217,7 +252,7 @@ def gram_tile(
             gram = split_dot(tl.trans(a), x, gram, PARTS)
         else:
             gram = split_dot(a, tl.trans(x), gram, PARTS)
-    return gram, mixed, total
+    return gram, mixed, total, shift
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])
@@ -265,14 +300,7 @@ def partial_moments(
     follow(PDL)
 
     if SELF:
-        pointers = tile_pointers(x_ptr, sample_offsets(first, L, C, BL, ROWS, BIG), channels, ROWS)
-        tile = load_tile(pointers, first, last, valid, BL, ROWS, False, WHOLE).to(tl.float32)
-        count = tl.minimum(last - first, BL).to(tl.float32)
-        shift = tl.sum(tile, 0 if ROWS else 1) / count
-        if PARTS == 1:
-            # A bfloat16 value less a bfloat16 shift rounds to bfloat16 with little loss.
-            shift = shift.to(tl.bfloat16).to(tl.float32)
-
+        shift = tl.zeros([BD], dtype=tl.float32)
     gram = tl.zeros([BD, BD], dtype=tl.float32)
     mixed = tl.zeros([BD, BD], dtype=tl.float32)
     if ROWS:
@@ -281,13 +309,13 @@ def partial_moments(
         total = tl.zeros([BD, BL], dtype=tl.float32)
     middle = first + (last - first) // BL * BL
     for start in tl.range(first, middle, BL, num_stages=STAGES):
-        gram, mixed, total = gram_tile(
-            a_ptr, x_ptr, output_ptr, start, last, shift, channels, valid, C, L, gram, mixed, total,
+        gram, mixed, total, shift = gram_tile(
+            a_ptr, x_ptr, output_ptr, start, first, last, shift, channels, valid, C, L, gram, mixed, total,
             BL, ROWS, SELF, PARTS, BIG, True, WHOLE, RELU,
         )  # fmt: skip
     if middle < last:
-        gram, mixed, total = gram_tile(
-            a_ptr, x_ptr, output_ptr, middle, last, shift, channels, valid, C, L, gram, mixed, total,
+        gram, mixed, total, shift = gram_tile(
+            a_ptr, x_ptr, output_ptr, middle, first, last, shift, channels, valid, C, L, gram, mixed, total,
             BL, ROWS, SELF, PARTS, BIG, False, WHOLE, RELU,
         )  # fmt: skip
     if SELF:
@@ -310,6 +338,8 @@ def reduce_moments(
     matrix_ptr,
     vector_ptr,
     variance_ptr,
+    num_batches_ptr,
+    batches_ptr,
     M,
     C,
     num_programs,
@@ -318,12 +348,14 @@ def reduce_moments(
     BD: tl.constexpr,
     PB: tl.constexpr,
     SELF: tl.constexpr,
+    COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Join the partials of a group, one program a row: mean, covariance and variance, or Σ dy and Σ dy (x - mean)ᵀ.
 
     A partial about its own pilot p is moved to a common anchor q, the first program's pilot, by
     Σ (x-q)(x-q)ᵀ = G + s δᵀ + δ sᵀ + n δ δᵀ with δ = p - q, and the sum from there to the mean (math.md, Eq. 4).
+    With `COUNT` the number of batches so far is copied: a later launch counts this one while others of it read that.
     """
     follow(PDL)
     group = tl.program_id(0)
@@ -370,5 +402,8 @@ def reduce_moments(
     member = columns < tl.minimum(D, C - group * D)
     if row == 0:
         tl.store(vector_ptr + group * D + columns, total, mask=member)
+        if COUNT:
+            if group == 0:
+                tl.store(batches_ptr, tl.load(num_batches_ptr))
     if SELF:
         tl.store(variance_ptr + group * D + columns, line, mask=member & (columns == row))

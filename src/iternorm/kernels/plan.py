@@ -9,14 +9,14 @@ from iternorm.kernels.apply import apply_backward, apply_forward
 from iternorm.kernels.iteration import Iteration
 from iternorm.kernels.launcher import Launch, Launches
 from iternorm.kernels.moments import partial_moments, reduce_moments
-from iternorm.kernels.newton import newton_backward, newton_forward
 from iternorm.kernels.shapes import (
     INTERPRETED,
     LARGEST_NEWTON,
-    NEWTON_WARPS,
+    Tiles,
     dense,
     jitter,
     newton_parts,
+    newton_range,
     num_sms,
     parts,
     precision,
@@ -26,6 +26,7 @@ from iternorm.kernels.shapes import (
     state_of,
     tiles_for,
 )
+from iternorm.kernels.whiten import weight_gradient, whiten_backward, whiten_forward
 
 
 class Key(NamedTuple):
@@ -97,7 +98,7 @@ class Plan:
     def __init__(self, key: Key, x: Tensor):
         self.key = key
         self.shape = shape = shape_of(dense(x), key.group_size)
-        self.newton_parts = newton_parts(key.split, key.exact)
+        self.newton_parts = newton_parts(key.split, key.exact, key.num_iters)
         self.at = state_of(shape.channels, key.group_size, key.num_iters, self.newton_parts)
         self.copied = dense(x) is not x
         self.iteration: Iteration | None = None
@@ -116,27 +117,41 @@ class Plan:
             return getattr(self, "_" + name)()
         return self.iteration.make(name)
 
-    def _passes(self, kernel: str, function, pointers: tuple, constants: dict[str, Any], whole_batch: bool) -> Launch:
+    def _tiles(self, kernel: str) -> Tiles:
+        tiles = tiles_for(kernel, self.shape, self.key.split, self.key.relu)
+        # The iteration's backward in three parts takes most of a multiprocessor's shared memory.
+        return tiles._replace(per_sm=1) if kernel == "whiten_backward" and self.newton_parts == 3 else tiles
+
+    def _passes(
+        self,
+        kernel: str,
+        function,
+        pointers: tuple,
+        constants: dict[str, Any],
+        whole_batch: bool = False,
+        floats: tuple = (),
+    ) -> Launch:
         """A kernel that goes over the activation."""
-        shape = self.shape
-        tiles = tiles_for(kernel, shape, self.key.split, self.key.relu)
-        count, each = programs(shape, tiles, num_sms(self.key.device))
+        shape, tiles = self.shape, self._tiles(kernel)
+        # One more than there are shares of the samples writes what is kept.
+        keepers = int(kernel == "whiten")
+        count, each = programs(shape, tiles, num_sms(self.key.device), keepers)
         integers = (shape.samples, shape.channels, shape.length, each, *((count,) if whole_batch else ()))
         common = {"D": shape.group_size, "BD": shape.padded, "BL": tiles.block, "ROWS": shape.rows}
         last = {"PARTS": self.key.split, "BIG": shape.big, "WHOLE": shape.whole, "STAGES": tiles.stages}
-        grid = (count, shape.num_groups)
+        grid = (count + keepers, shape.num_groups)
         return Launch(
             function,
             grid,
             pointers,
-            (),
+            floats,
             integers,
             (1, 2),
             {**common, **constants, **last},
             tiles.warps,
             self.key.device,
-            # Two programs of the backward's moments fit one multiprocessor where one is meant to have it: brought up
-            # early, they would double up on those that are free first.
+            # Two programs of the moments fit one multiprocessor where one is meant to have it: brought up early, they
+            # double up on those that are free first (91 us a step against 74 at 64x64x32x32, fp32, H200).
             early=not kernel.endswith("moments"),
         )
 
@@ -152,107 +167,100 @@ class Plan:
 
     def _reduce(self, backward: bool = False) -> Launch:
         shape = self.shape
-        tiles = tiles_for("cross_moments" if backward else "moments", shape, self.key.split, self.key.relu)
+        tiles = self._tiles("cross_moments" if backward else "moments")
         count, each = programs(shape, tiles, num_sms(self.key.device))
         fp32 = torch.float32
+        counted = not backward and self.counts
+        block = max(16, min(256, 1 << (count - 1).bit_length()))
         return Launch(
             reduce_moments,
             (shape.num_groups, shape.padded),
-            (fp32, fp32, fp32, None if backward else fp32),
+            (fp32, fp32, fp32, None if backward else fp32, *(torch.int64 if counted else None,) * 2),
             (),
             (shape.samples, shape.channels, count, each * tiles.block),
             (1,),
-            {"D": shape.group_size, "BD": shape.padded, "PB": 64, "SELF": not backward},
-            4,
+            {"D": shape.group_size, "BD": shape.padded, "PB": block, "SELF": not backward, "COUNT": counted},
+            block // 16,
             self.key.device,
         )
 
     def _cross_reduce(self) -> Launch:
         return self._reduce(backward=True)
 
-    def _newton(self) -> Launch:
-        shape, running, fp32 = self.shape, self.key.running, torch.float32
-        mean, matrix, counted, cumulative, is_covariance = running or (None, None, False, False, False)
-        return Launch(
-            newton_forward,
-            (shape.num_groups, 1),
-            (fp32,) * 4 + (self.kept, mean, matrix, torch.int64 if counted else None, torch.int32),
-            (0.1, 0.1),
-            (shape.channels,),
-            (0,),
-            {
-                "T": self.key.num_iters,
-                "D": shape.group_size,
-                "BD": shape.padded,
-                "STRIDE": self.stride,
-                "RUNNING": running is not None,
-                "CUMULATIVE": cumulative,
-                "RUNNING_COVARIANCE": is_covariance,
-                "SAVE": self.stride > 0,
-                "JITTER": jitter(self.key.split) if self.key.exact else 0.0,
-                "PARTS": self.newton_parts,
-            },
-            NEWTON_WARPS,
-            self.key.device,
-        )
+    def _whiten(self) -> Launch:
+        dtype, weight, bias, fp32 = self.key.dtype, self.key.weight, self.key.bias, torch.float32
+        mean, matrix, counted, cumulative, is_covariance = self.key.running or (None, None, False, False, False)
+        constants = {
+            "WEIGHT": weight is not None,
+            "BIAS": bias is not None,
+            "RUNNING": self.key.running is not None,
+            "COUNT": counted,
+            "CUMULATIVE": cumulative,
+            "RUNNING_COVARIANCE": is_covariance,
+            "RELU": self.key.relu,
+        }
+        pointers = (dtype, dtype, *(fp32,) * 4, self.kept, weight, bias, mean, matrix)
+        counters = (torch.int64 if counted else None,) * 2
+        constants = {**self._steps, **constants, **self._products}
+        return self._passes("whiten", whiten_forward, (*pointers, *counters), constants, floats=(0.1, 0.1))
 
-    def _newton_backward(self) -> Launch:
-        shape, weight, fp32 = self.shape, self.key.weight, torch.float32
-        return Launch(
-            newton_backward,
-            (shape.num_groups, 1),
-            (fp32,) * 3 + (self.kept, weight, None if weight is None else fp32, fp32),
-            (0.1,),
-            (shape.samples, shape.channels),
-            (1,),
-            {
-                "T": self.key.num_iters,
-                "D": shape.group_size,
-                "BD": shape.padded,
-                "STRIDE": self.stride,
-                "AFFINE": weight is not None,
-                "JITTER": jitter(self.key.split) if self.key.exact else 0.0,
-                "PARTS": self.newton_parts,
-            },
-            NEWTON_WARPS,
-            self.key.device,
-        )
+    def _whiten_backward(self) -> Launch:
+        dtype, weight, fp32 = self.key.dtype, self.key.weight, torch.float32
+        activations = (dtype, dtype, dtype if self.key.relu else None, dtype)
+        pointers = (*activations, *(fp32,) * 4, self.kept, fp32, weight, None if weight is None else fp32)
+        in_half = self.newton_parts in (1, 2)
+        # Of matrices on their way: as many as leave room for the programs of a multiprocessor.
+        stages = 3 if self.newton_parts <= (2 if self._tiles("whiten_backward").per_sm == 1 else 1) else 2
+        constants = {
+            **self._steps,
+            "LARGEST": newton_range(self.key.num_iters) if in_half else 1.0,
+            "WEIGHT": weight is not None,
+            "RELU": self.key.relu,
+            **self._products,
+            "NEWTON_STAGES": stages,
+        }
+        return self._passes("whiten_backward", whiten_backward, pointers, constants, floats=(0.1,))
+
+    def _weight_gradient(self) -> Launch:
+        shape, fp32 = self.shape, torch.float32
+        constants = {"D": shape.group_size, "BD": shape.padded}
+        grid = (shape.num_groups, 1)
+        return Launch(weight_gradient, grid, (fp32,) * 3, (), (shape.channels,), (0,), constants, 4, self.key.device)
 
     def _apply(self) -> Launch:
         dtype, weight, bias, fp32 = self.key.dtype, self.key.weight, self.key.bias, torch.float32
-        counted = self.counts
-        pointers = (dtype, dtype, fp32, fp32, weight, bias, torch.int64 if counted else None)
-        return self._passes(
-            "apply",
-            apply_forward,
-            (*pointers, torch.int32 if counted else None),
-            {"WEIGHT": weight is not None, "BIAS": bias is not None, "COUNT": counted, "RELU": self.key.relu},
-            False,
-        )
+        constants = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RELU": self.key.relu}
+        return self._passes("apply", apply_forward, (dtype, dtype, fp32, fp32, weight, bias), constants)
 
     def _apply_backward(self) -> Launch:
         dtype, weight, fp32 = self.key.dtype, self.key.weight, torch.float32
-        return self._passes(
-            "apply_backward",
-            apply_backward,
-            (dtype, dtype, dtype if self.key.relu else None, dtype) + (fp32,) * 4 + (weight,),
-            {"WEIGHT": weight is not None, "RELU": self.key.relu},
-            False,
-        )
+        pointers = (dtype, dtype, dtype if self.key.relu else None, dtype, *(fp32,) * 4, weight)
+        constants = {"WEIGHT": weight is not None, "RELU": self.key.relu}
+        return self._passes("apply_backward", apply_backward, pointers, constants)
+
+    @property
+    def _steps(self) -> dict[str, Any]:
+        return {"T": self.key.num_iters, "STRIDE": self.stride}
+
+    @property
+    def _products(self) -> dict[str, Any]:
+        return {"JITTER": jitter(self.key.split) if self.key.exact else 0.0, "NEWTON": self.newton_parts}
 
     @property
     def kept(self) -> torch.dtype:
         """What the iteration keeps its matrices in."""
-        return torch.bfloat16 if self.iteration is None and self.newton_parts == 3 else torch.float32
+        if self.iteration is not None or self.newton_parts == 0:
+            return torch.float32
+        return torch.bfloat16 if self.newton_parts == 3 else torch.float16
 
     @property
     def stride(self) -> int:
         """From a group's kept matrices to the next one's."""
-        return slots_of(self.key.num_iters) * self.shape.padded**2 * (3 if self.newton_parts == 3 else 1)
+        return slots_of(self.key.num_iters) * self.shape.padded**2 * max(self.newton_parts, 1)
 
     @property
     def counts(self) -> bool:
-        """Whether the apply kernel moves the counter of batches."""
+        """Whether batches are counted."""
         return self.key.running is not None and self.key.running[2]
 
     def workspace(self, x: Tensor, name: str, stream: int | None) -> Tensor:

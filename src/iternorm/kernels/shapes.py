@@ -1,5 +1,6 @@
 """What the kernels need to know of an activation, and the tiles that suit it."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,6 @@ LARGEST_NEWTON = 64
 LARGEST_GROUP = 128
 # Triton decides when a kernel is defined whether it will be interpreted.
 INTERPRETED: bool = knobs.runtime.interpret
-# 2 and 8 warps were slower: 19.5 and 16.5 us against 10.4, forward at 64x64, T=5, TF32, on an H200.
-NEWTON_WARPS = 4
 
 
 class Shape(NamedTuple):
@@ -70,24 +69,26 @@ class State(NamedTuple):
 
     mean: int  # [C]
     variance: int  # [C]
-    finite: int  # one int32
+    batches: int  # one int64: a copy of the counter of batches
     covariance: int  # [G, BD, BD], without eps
     whitening: int  # [G, d, d]
-    iterates: int  # [G, 2 T - 1, BD, BD], of three bfloat16 parts or fp32; of a group above 64 [2 T - 1, G, BD, BD]
+    iterates: (
+        int  # [G, 2 T - 1, parts, BD, BD] of 16 bits, see `newton_parts`; of a group above 64 [2 T - 1, G, BD, BD]
+    )
     size: int
 
 
-def state_of(channels: int, group_size: int, num_iters: int, kept_parts: int = 1) -> State:
+def state_of(channels: int, group_size: int, num_iters: int, kept_parts: int) -> State:
     """The state of a forward pass whose iteration multiplies `kept_parts` (see `newton_parts`)."""
     size = groups.effective_size(channels, group_size)
     padded = padded_size(size)
     count = groups.num_groups(channels, group_size)
     kept = slots_of(num_iters) * padded**2
-    if padded <= LARGEST_NEWTON and kept_parts == 3:
+    if padded <= LARGEST_NEWTON and kept_parts:
         # Of two bytes each.
-        kept += kept // 2
+        kept = kept * kept_parts // 2
     offsets = [0]
-    for length in (channels, channels, 1, count * padded**2, count * size**2, count * kept):
+    for length in (channels, channels, 2, count * padded**2, count * size**2, count * kept):
         # Every part begins at 16 bytes, as the kernels' loads expect.
         offsets.append(offsets[-1] + -(-length // 4) * 4)
     return State(*offsets)
@@ -102,7 +103,8 @@ def views(state: Tensor, channels: int, group_size: int, num_iters: int) -> tupl
     """Mean ``[C]``, covariance ``[G, BD, BD]`` and whitening ``[G, d, d]`` in a state buffer."""
     size = groups.effective_size(channels, group_size)
     count, padded = groups.num_groups(channels, group_size), padded_size(size)
-    at = state_of(channels, group_size, num_iters)
+    # Where the iterates end, which depends on their parts, does not matter here.
+    at = state_of(channels, group_size, num_iters, 1)
     covariance = state[at.covariance : at.covariance + count * padded**2].view(count, padded, padded)
     whitening = state[at.whitening : at.whitening + count * size**2].view(count, size, size)
     return state[:channels], covariance, whitening
@@ -124,8 +126,8 @@ def shape_of(x: Tensor, group_size: int) -> Shape:
 def parts(dtype: torch.dtype) -> int:
     """How many bfloat16 parts an operand is split into; 0 is a plain fp32 product, for the interpreter.
 
-    fp32 input is computed to fp32's accuracy unless the user has allowed TF32 products: then to 2^-16, which is faster
-    here than TF32. float16 has three bits more than one bfloat16 holds.
+    fp32 input is computed to fp32's accuracy unless the user has allowed TF32 products: then to 2^-16, or in TF32 where
+    the memory order allows it. float16 has three bits more than one bfloat16 holds.
     """
     if INTERPRETED:
         return 0
@@ -134,23 +136,41 @@ def parts(dtype: torch.dtype) -> int:
     return 3 if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else 2
 
 
-def newton_parts(split: int, exact: bool) -> int:
-    """How the iteration multiplies: 3 bfloat16 parts, 1 TF32, or 0 for the interpreter, which knows fp32."""
+def newton_parts(split: int, exact: bool, num_iters: int) -> int:
+    """How the iteration multiplies: 1 or 2 float16 parts, 3 of bfloat16, or 0 for the interpreter, which knows fp32.
+
+    Two parts have 22 bits, which is enough for seven steps: at T=7 the error of a product of rank 8 data is 1.2e-6, at
+    T=9 3.9e-6. float16's range is enough for twelve, see `newton_range`.
+    """
     if split == 0:
         return 0
-    return 3 if exact or split == 3 else 1
+    if exact or num_iters > (7 if split == 3 else 12):
+        return 3
+    return 2 if split == 3 else 1
+
+
+def newton_range(num_iters: int) -> float:
+    """What the largest entry of a gradient is scaled to before the iteration's backward: a power of two.
+
+    A step multiplies the spectral norm by at most 27/8, and that of 64 rows is at most 64 times the largest entry. The
+    result shall not reach 2^15.
+    """
+    return min(1.0, 2.0 ** math.floor(9 - (num_iters - 2) * math.log2(3.375)))
 
 
 def split_of(state: Tensor, x: Tensor, group_size: int, num_iters: int, exact: bool) -> int:
     """The `parts` of the forward pass that left this state: the user may have set another precision since.
 
-    Only fp32's depend on it, and only they keep their iterates in one of two ways, of different size.
+    Only fp32's depend on it, and where they keep their iterates in different ways, these are of different size.
     """
     split = parts(x.dtype)
-    whole, in_parts = (state_of(x.shape[1], group_size, num_iters, kept).size for kept in (1, 3))
-    if x.dtype != torch.float32 or exact or split == 0 or whole == in_parts:
+    if x.dtype != torch.float32 or split == 0:
         return split
-    return 3 if state.numel() == in_parts else 2
+    sizes = {
+        state_of(x.shape[1], group_size, num_iters, newton_parts(possible, exact, num_iters)).size: possible
+        for possible in (2, 3)
+    }
+    return sizes[state.numel()] if len(sizes) == 2 else split
 
 
 def jitter(split: int) -> float:
@@ -173,17 +193,27 @@ def tiles_for(kernel: str, shape: Shape, split: int, relu: bool = False) -> Tile
     With an activation (`relu`) the backward's kernels read a third tile: one stage less keeps it in shared memory, and
     tiles of half the samples keep bfloat16's in registers (seen in the compiler's report, not timed).
     """
-    if relu and kernel in ("cross_moments", "apply_backward"):
+    backward = kernel in ("cross_moments", "apply_backward", "whiten_backward")
+    if relu and backward:
         tiles = tiles_for(kernel, shape, split)
         block = min(tiles.block, 64) if split == 1 else tiles.block
         return tiles._replace(block=block, stages=max(1, tiles.stages - 1))
     if shape.padded > 64:
         return Tiles(64 if split == 1 else 32, 8, 2, 1)
-    if split == 1:
-        tiles = Tiles(128, 4, 4, 1 if kernel in ("cross_moments", "apply_backward") else 2)
-    elif split == 3 and kernel == "apply_backward":
-        tiles = Tiles(128, 8, 3, 1) if shape.rows else Tiles(64, 4, 2, 2)
-    elif kernel == "apply":
+    few = shape.samples * shape.num_groups < 2048 * 64
+    if kernel == "whiten_backward":
+        if split == 1:
+            tiles = Tiles(128, 4, 3 if shape.rows else 4, 1)
+        elif split == 2:
+            tiles = Tiles(64, 4, 3, 1 if few else 2)
+        elif shape.rows:
+            tiles = Tiles(64, 4, 3, 1) if few else Tiles(128, 8, 3, 1)
+        else:
+            tiles = Tiles(64, 4, 3, 1) if few else Tiles(64, 4, 2, 2)
+    elif split == 1:
+        small = few and kernel in ("cross_moments", "whiten")
+        tiles = Tiles(64 if small else 128, 4, 4, 1 if backward else 2)
+    elif kernel in ("apply", "whiten"):
         tiles = Tiles(64, 4, 4, 2) if shape.rows or split == 3 else Tiles(128, 4, 3, 2)
     else:
         tiles = Tiles(64, 4, 3, 2)
@@ -193,10 +223,10 @@ def tiles_for(kernel: str, shape: Shape, split: int, relu: bool = False) -> Tile
     return tiles
 
 
-def programs(shape: Shape, tiles: Tiles, num_sms: int) -> tuple[int, int]:
-    """How many programs share the samples of a group, and the tiles each takes."""
+def programs(shape: Shape, tiles: Tiles, num_sms: int, others: int = 0) -> tuple[int, int]:
+    """How many programs share the samples of a group, leaving room for `others`, and the tiles each takes."""
     total = -(-shape.samples // tiles.block)
-    wanted = max(1, num_sms * tiles.per_sm // shape.num_groups)
+    wanted = max(1, num_sms * tiles.per_sm // shape.num_groups - others)
     per_program = -(-total // wanted)
     return -(-total // per_program), per_program
 
