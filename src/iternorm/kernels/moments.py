@@ -210,7 +210,8 @@ def gram_tile(
 ):
     """Add one tile to Σ a xᵀ and Σ a. With a = x, products of unlike parts are kept once, in `mixed`.
 
-    The program's `first` tile gives the shift of a = x.
+    The program's `first` tile gives the shift of a = x. Tensor cores cut off what they add to: in three parts they add
+    up a tile alone, and the tiles are added outside, where sums are rounded.
     """
     samples = sample_offsets(start, L, C, BL, ROWS, BIG)
     tile = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
@@ -232,26 +233,29 @@ def gram_tile(
         else:
             x1, x2, x3 = in_parts(x, PARTS)
             if ROWS:
-                gram = tl.dot(tl.trans(x1), x1, gram)
-                mixed = tl.dot(tl.trans(x1), x2, mixed)
-                if PARTS == 3:
-                    gram = tl.dot(tl.trans(x2), x2, gram)
-                    mixed = tl.dot(tl.trans(x1), x3, mixed)
+                left1, right1, left2, right2, right3 = tl.trans(x1), x1, tl.trans(x2), x2, x3
             else:
-                gram = tl.dot(x1, tl.trans(x1), gram)
-                mixed = tl.dot(x1, tl.trans(x2), mixed)
-                if PARTS == 3:
-                    gram = tl.dot(x2, tl.trans(x2), gram)
-                    mixed = tl.dot(x1, tl.trans(x3), mixed)
+                left1, right1, left2, right2, right3 = x1, tl.trans(x1), x2, tl.trans(x2), tl.trans(x3)
+            mixed = tl.dot(left1, right2, mixed)
+            if PARTS == 3:
+                mixed = tl.dot(left1, right3, mixed)
+                gram += tl.dot(left1, right1, tl.dot(left2, right2))
+            else:
+                gram = tl.dot(left1, right1, gram)
     else:
         a = load_tile(tile_pointers(a_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
         a = a.to(tl.float32)
         a = passed(a, output_ptr, samples, channels, start, last, valid, BL, ROWS, FULL, WHOLE, RELU)
         total += a
+        left, right = a, x
         if ROWS:
-            gram = split_dot(tl.trans(a), x, gram, PARTS)
+            left = tl.trans(a)
         else:
-            gram = split_dot(a, tl.trans(x), gram, PARTS)
+            right = tl.trans(x)
+        if PARTS == 3:
+            gram += split_dot(left, right, tl.zeros_like(gram), PARTS)
+        else:
+            gram = split_dot(left, right, gram, PARTS)
     return gram, mixed, total, shift
 
 
