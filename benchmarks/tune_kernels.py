@@ -46,7 +46,7 @@ def prepare(shape, mode, rows):
 
     def call(kernel):
         plan = plans.plan_for(x, vector, vector, 64, 5, None)
-        stream = plan.stream(x)
+        stream = plan.stream()
         activation, gradient, result, v = x.data_ptr(), grad.data_ptr(), out.data_ptr(), vector.data_ptr()
         partial, reduced = workspace.data_ptr(), matrix.data_ptr()
         if kernel == "moments":

@@ -39,6 +39,22 @@ def _pointers(quick: bool) -> tuple[Any, int | None]:
     return (Tensor.data_ptr, 0) if quick else (_itself, None)
 
 
+def _given(plan: Plan, *tensors: Tensor | None) -> tuple[int | None, Any]:
+    """The stream, and the tensors as kernels launched on it take them: addresses, 0 for an absent one.
+
+    Without a stream, where one is not aligned to 16 bytes or there is no GPU, the tensors themselves, for Triton.
+    """
+    stream = plan.stream()
+    if stream is not None:
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        together = 0
+        for address in addresses:
+            together |= address
+        if not together & 15:
+            return stream, addresses
+    return None, tensors
+
+
 def _parts_of(state: Tensor, plan: Plan, quick: bool) -> tuple:
     """Mean, variance, counter, covariance, whitening and iterates in the state: addresses, or tensors for Triton."""
     at = plan.at
@@ -76,31 +92,30 @@ def forward(
         plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu)
     mean: Any
     mean, matrix, num_batches, momentum, _ = running or (None, None, None, None, None)
-    stream = plan.stream(x, weight, bias, mean, matrix)
+    stream, given = _given(plan, x, weight, bias, mean, matrix)
+    source, scale, shift, *buffers = given
     quick = stream is not None
     ptr, absent = _pointers(quick)
     state = (x.new_zeros if zeroed else x.new_empty)(plan.at.size, dtype=torch.float32)
     y = torch.empty_like(x)
-    source, partials = ptr(x), ptr(plan.workspace(x, "moments", stream))
+    partials = ptr(plan.workspace(x, "moments", stream))
     batch_mean, variance, batches, covariance, whitening, iterates = _parts_of(state, plan, quick)
     moments = (source, source, absent, absent, partials)
     counter, batches = (ptr(num_batches), batches) if plan.counts else (absent, absent)
     reduction = (partials, covariance, batch_mean, variance, counter, batches)
-    affine = (absent if weight is None else ptr(weight), absent if bias is None else ptr(bias))
-    buffers = (absent, absent) if running is None else (ptr(mean), ptr(matrix))
     rate = 0.0 if momentum is None else momentum
     if plan.iteration is None:
         statistics = (covariance, batch_mean, variance, whitening, iterates)
-        whitened = (source, ptr(y), *statistics, *affine, *buffers, counter, batches, eps, rate)
+        whitened = (source, ptr(y), *statistics, scale, shift, *buffers, counter, batches, eps, rate)
         plan.run(stream, ("moments", "reduce", "whiten"), (moments, reduction, whitened))
     else:
         # The partial sums have been read by then, and leave their room to the iteration.
         calls = plan.iteration.forward(covariance, whitening, iterates, partials, eps)
         if running is not None:
             batch = (covariance, whitening, batch_mean, variance)
-            calls.append(plan.iteration.blend(*batch, buffers, counter, batches, rate))
+            calls.append(plan.iteration.blend(*batch, tuple(buffers), counter, batches, rate))
         names, arguments = zip(*calls, strict=True)
-        application = (source, ptr(y), whitening, batch_mean, *affine)
+        application = (source, ptr(y), whitening, batch_mean, scale, shift)
         plan.run(stream, ("moments", "reduce", *names, "apply"), (moments, reduction, *arguments, application))
     return y, state, plan
 
@@ -114,7 +129,8 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
     if grad.stride() != x.stride():
         grad = torch.empty_like(x).copy_(grad)
     shape = plan.shape
-    stream = plan.stream(x, grad, weight, output)
+    stream, given = _given(plan, x, grad, weight, output)
+    source, gradient, scale, passing = given
     quick = stream is not None
     ptr, absent = _pointers(quick)
     grad_bias = x.new_empty(shape.channels, dtype=torch.float32)
@@ -127,10 +143,8 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
         second, partials = cross + 4 * half, cross + 8 * half
     else:
         cross, second, partials = workspace, workspace[half:], workspace[2 * half :]
-    source, gradient, grad_sum = ptr(x), ptr(grad), ptr(grad_bias)
-    passing = absent if output is None else ptr(output)
+    grad_sum = ptr(grad_bias)
     mean, _, _, covariance, whitening, iterates = _parts_of(state, plan, quick)
-    scale = absent if weight is None else ptr(weight)
     scale_gradient = absent if grad_weight is None else ptr(grad_weight)
     dx = torch.empty_like(x) if needs_input else None
     names = ("cross_moments", "cross_reduce")
@@ -168,10 +182,8 @@ def infer(x, whitening, mean, weight, bias, group_size, relu=False) -> Tensor:
     x = dense(x)
     plan = plan_for(x, weight, bias, group_size, 0, None, relu=relu)
     y = torch.empty_like(x)
-    stream = plan.stream(x, whitening, mean, weight, bias)
-    ptr, absent = _pointers(stream is not None)
-    affine = (absent if weight is None else ptr(weight), absent if bias is None else ptr(bias))
-    plan.run(stream, ("apply",), ((ptr(x), ptr(y), ptr(whitening), ptr(mean), *affine),))
+    stream, given = _given(plan, x, y, whitening, mean, weight, bias)
+    plan.run(stream, ("apply",), (tuple(given),))
     return y
 
 

@@ -62,7 +62,8 @@ def plan_for(
     split: int | None = None,
 ) -> "Plan":
     """The plan for this call; `split` is what `parts` says unless it is given."""
-    key = Key(
+    # A plain tuple finds what is kept under a `Key`, and is made in half the time.
+    key = (
         x.shape,
         x.stride(),
         x.dtype,
@@ -84,11 +85,12 @@ def plan_for(
             running.is_covariance,
         ),
     )
-    plan = _plans.get(key)
+    plan = _plans.get(key)  # pyright: ignore[reportArgumentType, reportCallIssue]
     if plan is None:
         if len(_plans) > 4096:
             _plans.clear()
-        plan = _plans[key] = Plan(key, x)
+        made = Key(*key)
+        plan = _plans[made] = Plan(made, x)
     return plan
 
 
@@ -283,11 +285,6 @@ class Plan:
             shared = _workspaces[self.key.device, stream] = x.new_empty(size, dtype=torch.float32)
         return shared
 
-    def stream(self, *tensors: Tensor | None) -> int | None:
+    def stream(self) -> int | None:
         """The current stream, or None where the tensors must be handed to Triton themselves."""
-        if not self.quick:
-            return None
-        for tensor in tensors:
-            if tensor is not None and tensor.data_ptr() & 15:
-                return None
-        return torch._C._cuda_getCurrentRawStream(self.key.device.index)
+        return torch._C._cuda_getCurrentRawStream(self.key.device.index) if self.quick else None
