@@ -139,8 +139,8 @@ def parts(dtype: torch.dtype) -> int:
 def newton_parts(split: int, exact: bool, num_iters: int) -> int:
     """How the iteration multiplies: 1 or 2 float16 parts, 3 of bfloat16, or 0 for the interpreter, which knows fp32.
 
-    Two parts have 22 bits, which is enough for seven steps: at T=7 the error of a product of rank 8 data is 1.2e-6, at
-    T=9 3.9e-6. float16's range is enough for twelve, see `newton_range`.
+    Two parts have 22 bits, which is enough for seven steps: in simulation, for data of rank 8 in 64 channels, the
+    output's error is 1.2e-6 at T=7 and 3.9e-6 at T=9. float16's range is enough for twelve, see `newton_range`.
     """
     if split == 0:
         return 0
