@@ -97,3 +97,30 @@ def test_a_backward_knows_what_its_forward_kept_whatever_precision_is_set_since(
     assert shapes.split_of(half, x.half(), 64, 5, False) == 2
     assert shapes.split_of(exact, x, 64, 5, True) == shapes.split_of(long, x, 64, 20, False) == splits[after]
     assert shapes.split_of(state, x, 64, 1, False) == shapes.split_of(state, x, 128, 5, False) == splits[after]
+
+
+@pytest.mark.parametrize("module", ["torch.backends", "torch.backends.cuda.matmul"])
+@pytest.mark.parametrize(("setting", "split"), [("tf32", 2), ("ieee", 3)])
+def test_tf32_is_allowed_in_either_way(module, setting, split, monkeypatch):
+    monkeypatch.setattr(shapes, "INTERPRETED", False)
+    where = torch.backends.cuda.matmul if module.endswith("matmul") else torch.backends
+    before = getattr(where, "fp32_precision", None)
+    if before is None:
+        pytest.skip(f"torch {torch.__version__} has no {module}.fp32_precision")
+    try:
+        where.fp32_precision = setting
+        assert shapes.parts(torch.float32) == split
+        assert shapes.parts(torch.bfloat16) == 1
+    finally:
+        where.fp32_precision = before
+
+
+@pytest.mark.parametrize(("setting", "split"), [("highest", 3), ("high", 2), ("medium", 2)])
+def test_tf32_is_allowed_by_the_matmul_precision(setting, split, monkeypatch):
+    monkeypatch.setattr(shapes, "INTERPRETED", False)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(setting)
+        assert shapes.parts(torch.float32) == split
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -123,6 +123,17 @@ def shape_of(x: Tensor, group_size: int) -> Shape:
     return Shape(samples, channels, length, rows, size, padded, groups.num_groups(channels, group_size), big, whole)
 
 
+def tf32_allowed() -> bool:
+    """Whether the user lets products of fp32 matrices on a GPU be TF32.
+
+    There are two ways to say so since torch 2.9, and after the newer the older one's getter fails.
+    """
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:
+        return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def parts(dtype: torch.dtype) -> int:
     """How many bfloat16 parts an operand is split into; 0 is a plain fp32 product, for the interpreter.
 
@@ -133,7 +144,7 @@ def parts(dtype: torch.dtype) -> int:
         return 0
     if dtype == torch.bfloat16:
         return 1
-    return 3 if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else 2
+    return 3 if dtype == torch.float32 and not tf32_allowed() else 2
 
 
 def newton_parts(split: int, exact: bool, num_iters: int) -> int:
