@@ -38,19 +38,23 @@ def main() -> None:
         bench.check_arguments(arguments.device, arguments.rounds, arguments.threads, arguments.quick)
     except ValueError as error:
         parser.error(str(error))
+
+    def save(result: dict) -> None:
+        if arguments.json is not None:
+            write_text_atomically(arguments.json, json.dumps(result, indent=1) + "\n")
+
     start = time.perf_counter()
     if arguments.device == "cuda":
 
         def progress(part: str) -> None:
             print(f"{time.perf_counter() - start:6.1f} s  {part}", file=sys.stderr, flush=True)
 
-        result = bench.cuda.run(rounds=arguments.rounds, quick=arguments.quick, progress=progress)
+        result = bench.cuda.run(rounds=arguments.rounds, quick=arguments.quick, progress=progress, save=save)
         lines = bench.cuda.lines(result)
     else:
         result = bench.run(rounds=arguments.rounds, threads=arguments.threads)
         lines = cpu_lines(result)
-    if arguments.json is not None:
-        write_text_atomically(arguments.json, json.dumps(result, indent=1) + "\n")
+    save(result)
     print("\n".join(lines))
 
 

@@ -97,17 +97,26 @@ def test_a_quick_run_has_few_rounds(monkeypatch):
 @pytest.fixture(scope="module")
 def result():
     """A whole run on tiny activations."""
-    parts = []
+    parts, saved = [], []
     real = training.run_setting
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "BATCH_SIZE", 16)
         patch.setattr(cuda, "run_setting", lambda *arguments: real(*arguments, network=tiny_vgg))
         found = cuda.run(
-            rounds=2, shapes=[TINY, (4, 8, 2, 2)], rivals=tiny_rivals, gpu=FakeGpu(), progress=parts.append
+            rounds=2,
+            shapes=[TINY, (4, 8, 2, 2)],
+            rivals=tiny_rivals,
+            gpu=FakeGpu(),
+            progress=parts.append,
+            save=lambda so_far: saved.append(json.loads(json.dumps(so_far))),
         )
     assert parts[:3] == ["compilation", "copy bandwidth", "6x8x4x4 float32"]
     assert parts[-1] == "VGG bfloat16 NHWC"
     assert len(parts) == 2 + 4 + 2
+    # What there is at each point is whole: a run that is cut short leaves it.
+    assert [len(each["cases"]) + len(each["training"]) for each in saved] == [1, 2, 3, 4, 5, 6]
+    assert {len(each["targets"]) for each in saved} == {len(found["targets"])}
+    assert saved[-1] == found
     return found
 
 

@@ -71,20 +71,23 @@ def test_bench_prints_a_table_and_writes_json(invoke, tiny_bench, tmp_path):
 
 def test_bench_on_cuda_prints_the_gpus_tables_and_writes_json(invoke, monkeypatch, tmp_path):
     asked = []
+    path = tmp_path / "new" / "gpu.json"
 
     def run(**arguments):
         arguments.pop("progress")("a part")
+        arguments.pop("save")({"cases": ["one"]})
+        assert json.loads(path.read_text()) == {"cases": ["one"]}
         asked.append(arguments)
         return {"cases": []}
 
     monkeypatch.setattr(bench, "check_arguments", lambda *arguments: asked.append(arguments))
     monkeypatch.setattr(bench.cuda, "run", run)
     monkeypatch.setattr(bench.cuda, "lines", lambda result: ["[bold]one", "two " * 40])
-    result = invoke("bench", "--device", "cuda", "--rounds", 7, "--quick", "--json", tmp_path / "new" / "gpu.json")
+    result = invoke("bench", "--device", "cuda", "--rounds", 7, "--quick", "--json", path)
     assert result.exit_code == 0, result.output
     assert asked == [("cuda", 7, None, True), {"rounds": 7, "quick": True}]
     assert result.stdout.startswith("[bold]one\n" + "two " * 40)
-    assert json.loads((tmp_path / "new" / "gpu.json").read_text()) == {"cases": []}
+    assert json.loads(path.read_text()) == {"cases": []}
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,15 @@ def bench(
     from iternorm import bench as benchmark
 
     benchmark.check_arguments(device, rounds, threads, quick)
+
+    def save(result: dict) -> None:
+        if json is not None:
+            from json import dumps
+
+            from iternorm.analysis.report import write_text_atomically
+
+            write_text_atomically(json, dumps(result, indent=1) + "\n")
+
     with _progress() as progress:
         if device == "cuda":
             task = progress.add_task("timing", total=benchmark.cuda.count_parts(quick))
@@ -146,16 +155,11 @@ def bench(
             def done(part: str) -> None:
                 progress.update(task, advance=1, description=part)
 
-            result = benchmark.cuda.run(rounds=rounds, quick=quick, progress=done)
+            result = benchmark.cuda.run(rounds=rounds, quick=quick, progress=done, save=save)
         else:
             task = progress.add_task("timing", total=benchmark.count_timings(rounds=rounds))
             result = benchmark.run(rounds=rounds, threads=threads, progress=lambda: progress.update(task, advance=1))
-    if json is not None:
-        from json import dumps
-
-        from iternorm.analysis.report import write_text_atomically
-
-        json = write_text_atomically(json, dumps(result, indent=1) + "\n")
+    save(result)
     if device == "cuda":
         console.print("\n".join(benchmark.cuda.lines(result)), highlight=False, markup=False, soft_wrap=True)
     else:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from iternorm import fused
-from iternorm.kernels import moments, plan, shapes
+from iternorm.kernels import moments, newton, plan, shapes
 
 # Shape, group size, number of steps, channels_last.
 CASES = [
@@ -240,6 +240,24 @@ def test_what_is_not_finite_has_a_part_that_is_not(value):
     assert found[1].isnan().all()
 
 
+@triton.jit
+def _scaled(x_ptr, scale_ptr, LARGEST: tl.constexpr):
+    i = tl.arange(0, 16)
+    x = tl.load(x_ptr + i[:, None] * 16 + i[None, :])
+    tl.store(scale_ptr, newton.power_of_two(x, LARGEST))
+
+
+@pytest.mark.parametrize("size", [1e-36, 1e-20, 0.7, 1.0, 65504.0, 1e30])
+@pytest.mark.parametrize("largest", [1.0, 2.0**-9])
+def test_a_gradient_is_scaled_by_a_power_of_two(size, largest):
+    x, scale = torch.rand(16, 16), torch.empty(1)
+    x[3, 5] = -1.0
+    x *= size
+    _scaled[(1,)](x, scale, LARGEST=largest)
+    assert math.frexp(scale.item())[0] == 0.5
+    assert largest / 2 <= (x.abs().max().double() * scale.double()).item() < largest
+
+
 def test_float16_holds_the_gradients_on_their_way():
     # Past these steps another format is taken. The worst case: all the gradient where the covariance is next to zero.
     for num_iters in range(2, 13):
@@ -416,10 +434,11 @@ def test_a_plan_is_made_once_and_depends_on_all_it_must():
 
 
 @pytest.mark.parametrize(("samples", "num_groups"), [(1, 1), (100, 3), (65536, 1), (65536, 8), (3211264, 1), (999, 40)])
-def test_programs_cover_all_tiles_and_none_is_empty(samples, num_groups):
+@pytest.mark.parametrize("others", [0, 1])
+def test_programs_cover_all_tiles_and_none_is_empty(samples, num_groups, others):
     shape = shapes.Shape(samples, 64 * num_groups, 1, True, 64, 64, num_groups, False, True)
     tiles = shapes.Tiles(64, 4, 3, 2)
-    count, each = shapes.programs(shape, tiles, 132)
+    count, each = shapes.programs(shape, tiles, 132, others)
     total = -(-samples // tiles.block)
     assert (count - 1) * each < total <= count * each
-    assert count * num_groups <= max(132 * tiles.per_sm, num_groups)
+    assert (count + others) * num_groups <= max(132 * tiles.per_sm, (1 + others) * num_groups)

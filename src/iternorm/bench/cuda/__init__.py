@@ -38,6 +38,7 @@ def run(
     rounds: int = 15,
     quick: bool = False,
     progress: Callable[[str], None] | None = None,
+    save: Callable[[dict], None] | None = None,
     shapes: Sequence[Shape] | None = None,
     rivals: Callable[[Shape, torch.dtype, bool], Sequence[CudaRival]] = rivals_for,
     gpu: Gpu | None = None,
@@ -51,6 +52,8 @@ def run(
         rounds: The number of timings of each layer and network; the median counts.
         quick: Two activations, the main rivals, few rounds: about a minute.
         progress: Called with the name of each part when it is done; there are `count_parts` of them.
+        save: Called with the result so far after each activation and network, so that a run that is cut short leaves
+            what it has measured.
         shapes: The activations, instead of the standard ones.
         rivals: Makes the rivals of an activation and a dtype.
         gpu: The clocks.
@@ -60,6 +63,13 @@ def run(
     """
     gpu = Gpu() if gpu is None else gpu
     notify = progress or (lambda part: None)
+
+    def keep(part: str) -> None:
+        result["targets"] = evaluate(result)
+        if save is not None:
+            save(result)
+        notify(part)
+
     shapes = (QUICK_SHAPES if quick else SHAPES) if shapes is None else shapes
     rounds = min(rounds, QUICK_ROUNDS) if quick else rounds
     settings = {
@@ -84,12 +94,11 @@ def run(
                 found = rivals(shape, dtype, quick)
                 result["cases"].append(run_case(shape, dtype, found, gpu, settings["copy_gb_per_s"], rounds))
                 gpu.release()
-                notify(f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}")
+                keep(f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}")
         for setting in SETTINGS:
             result["training"].append(run_setting(setting, norms(quick), gpu, rounds))
             gpu.release()
-            notify(f"VGG {str(setting.dtype).removeprefix('torch.')} {setting.layout}")
-    result["targets"] = evaluate(result)
+            keep(f"VGG {str(setting.dtype).removeprefix('torch.')} {setting.layout}")
     return result
 
 
