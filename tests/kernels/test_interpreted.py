@@ -194,6 +194,29 @@ def test_the_iteration_of_large_groups_equals_the_solver(count, size, num_iters,
     assert relative_error(found, (wanted + wanted.mT) / 2) < 2e-6
 
 
+# float16 is a dtype that the interpreter multiplies; bfloat16, of which the other parts are, it does not.
+@pytest.mark.parametrize(("parts", "budget"), [(1, 1e-3), (2, 2e-6)])
+@pytest.mark.parametrize(
+    ("shape", "group_size", "num_iters", "size"),
+    [((6, 7, 3, 4), 3, 5, 1.0), ((40, 20), 16, 5, 1e-15), ((3, 24, 5, 5), 24, 7, 1e15), ((9, 5, 2, 2, 2), 5, 2, 1e6)],
+)
+def test_the_iteration_in_float16_parts(
+    parts, budget, shape, group_size, num_iters, size, monkeypatch, poisoned_memory
+):
+    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "newton_parts", lambda split, exact, steps: parts)
+    layer = layer_for(shape, group_size=group_size, num_iters=num_iters)
+    x = correlated(*shape, dtype=torch.float32).requires_grad_()
+    y = layer(x)
+    grad = size * torch.randn_like(y)
+    y.backward(grad)
+    inputs = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]
+    expected = reference.iter_norm(*inputs, group_size, num_iters)
+    wanted = torch.autograd.grad(expected, inputs, grad.double())
+    found = [relative_error(a, b) for a, b in zip((y, x.grad, layer.weight.grad), (expected, *wanted), strict=False)]
+    assert max(found) < budget, found
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_gradients_of_any_size(size):
     x = correlated(6, 12, 4, 4, dtype=torch.float32).requires_grad_()
