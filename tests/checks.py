@@ -1,5 +1,7 @@
 """What several test files measure: data with a known spectrum, errors, peak memory, the state of a layer."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -66,6 +68,11 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     """‖actual - expected‖ / ‖expected‖ in fp64."""
     actual, expected = actual.detach().double(), expected.detach().double()
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest, or NaN if one is: Python's `max` may pass it over."""
+    return float(torch.tensor(list(errors)).max())
 
 
 def state_of(layer: nn.Module) -> dict[str, Tensor]:
