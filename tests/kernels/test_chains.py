@@ -1,5 +1,9 @@
 """What a layer is made of: one chain of launches each way, and of torch's operations those that give memory."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,6 +15,8 @@ if torch.cuda.is_available():
 from iternorm import ops
 from iternorm.kernels import iteration, launch, launcher, plan, shapes
 
+# Since torch 2.9.
+HAS_FP32_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 # New memory, and parts of it.
 MEMORY = {"aten::new_empty", "aten::empty_like", "aten::slice", "aten::view", "aten::detach"}
 
@@ -99,28 +105,28 @@ def test_a_backward_knows_what_its_forward_kept_whatever_precision_is_set_since(
     assert shapes.split_of(state, x, 64, 1, False) == shapes.split_of(state, x, 128, 5, False) == splits[after]
 
 
-@pytest.mark.parametrize("module", ["torch.backends", "torch.backends.cuda.matmul"])
-@pytest.mark.parametrize(("setting", "split"), [("tf32", 2), ("ieee", 3)])
-def test_tf32_is_allowed_in_either_way(module, setting, split, monkeypatch):
-    monkeypatch.setattr(shapes, "INTERPRETED", False)
-    where = torch.backends.cuda.matmul if module.endswith("matmul") else torch.backends
-    before = getattr(where, "fp32_precision", None)
-    if before is None:
-        pytest.skip(f"torch {torch.__version__} has no {module}.fp32_precision")
-    try:
-        where.fp32_precision = setting
-        assert shapes.parts(torch.float32) == split
-        assert shapes.parts(torch.bfloat16) == 1
-    finally:
-        where.fp32_precision = before
+SETTINGS = [
+    ("torch.backends.fp32_precision = 'tf32'", 2),
+    ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", 2),
+    ("torch.backends.cuda.matmul.fp32_precision = 'ieee'", 3),
+    ("torch.backends.cuda.matmul.allow_tf32 = True", 2),
+    ("torch.set_float32_matmul_precision('high')", 2),
+    ("torch.set_float32_matmul_precision('highest')", 3),
+    ("pass", 3),
+]
 
 
-@pytest.mark.parametrize(("setting", "split"), [("highest", 3), ("high", 2), ("medium", 2)])
-def test_tf32_is_allowed_by_the_matmul_precision(setting, split, monkeypatch):
-    monkeypatch.setattr(shapes, "INTERPRETED", False)
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision(setting)
-        assert shapes.parts(torch.float32) == split
-    finally:
-        torch.set_float32_matmul_precision(before)
+def test_tf32_is_allowed_in_every_way_that_torch_has():
+    # Each in a process of its own: the settings hang together, and one that was set before decides what another does.
+    script = "import torch; from iternorm.kernels import shapes; {}; print(shapes.parts(torch.float32))"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    wanted = [(setting, split) for setting, split in SETTINGS if "fp32_precision" not in setting or HAS_FP32_PRECISION]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script.format(setting)], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for setting, _ in wanted
+    ]
+    found = [process.communicate()[0].strip() for process in processes]
+    assert found == [str(split) for _, split in wanted]
