@@ -10,76 +10,19 @@ through the same rounded matrix.
 import triton
 import triton.language as tl
 
-from iternorm.kernels.moments import (
-    above,
+from iternorm.kernels.products import on_channels
+from iternorm.kernels.tiles import (
     along_channels,
-    beside,
+    channels_of,
     follow,
-    in_parts,
     load_tile,
     passed,
     sample_offsets,
     shifted,
-    split_dot,
-    tile_mask,
+    store_tile,
     tile_pointers,
+    zero_tile,
 )
-
-
-@triton.jit
-def as_tf32(x):
-    """x rounded to what tensor cores take of an fp32 operand. They would cut it off."""
-    return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def on_channels(matrix, tile, acc, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """acc + matrix x for the samples x of a tile; the matrix is transposed already where tiles are rows.
-
-    Rows are what TF32's left operand wants: one product in place of three. In three parts, parts side by side make
-    three products of six.
-    """
-    if ROWS and PARTS == 2:
-        acc = tl.dot(as_tf32(tile), as_tf32(matrix), acc, input_precision="tf32")
-    elif ROWS and PARTS == 3:
-        a1, a2, a3 = in_parts(tile, PARTS)
-        b1, b2, b3 = in_parts(matrix, PARTS)
-        acc = tl.dot(beside(a1, a3), above(b3, b1), acc)
-        acc = tl.dot(beside(a1, a2), above(b2, b1), acc)
-        acc = tl.dot(beside(a2, a1), above(b2, b1), acc)
-    elif ROWS:
-        acc = split_dot(tile, matrix, acc, PARTS)
-    else:
-        acc = split_dot(matrix, tile, acc, PARTS)
-    return acc
-
-
-@triton.jit
-def store_tile(
-    pointers,
-    value,
-    start,
-    last,
-    valid,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
-    FULL: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    value = value.to(pointers.dtype.element_ty)
-    if FULL and WHOLE:
-        tl.store(pointers, value)
-    else:
-        tl.store(pointers, value, mask=tile_mask(start, last, valid, BL, ROWS, FULL))
-
-
-@triton.jit
-def zero_tile(BD: tl.constexpr, BL: tl.constexpr, ROWS: tl.constexpr):
-    if ROWS:
-        tile = tl.zeros([BL, BD], dtype=tl.float32)
-    else:
-        tile = tl.zeros([BD, BL], dtype=tl.float32)
-    return tile
 
 
 @triton.jit
@@ -196,14 +139,9 @@ def apply_forward(
     """y = diag(γ) W (x - μ) + β (math.md, Eq. 1), and what is positive of it with an activation."""
     program = tl.program_id(0)
     group = tl.program_id(1)
-    index = tl.arange(0, BD)
-    valid = index < tl.minimum(D, C - group * D)
-    features = group * D + index
-    channels = features
-    if not ROWS:
-        channels = features * L
-    i = index[:, None]
-    j = index[None, :]
+    features, valid, channels = channels_of(group, C, L, D, BD, ROWS)
+    i = tl.arange(0, BD)[:, None]
+    j = tl.arange(0, BD)[None, :]
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0).to(tl.float32)
     offset = tl.zeros([BD], dtype=tl.float32)
     if BIAS:
@@ -346,14 +284,9 @@ def apply_backward(
     """dx = Aᵀ dy + B (x - μ) - Aᵀ Σdy / m (math.md, Eq. 23); dy where the output is positive with an activation."""
     program = tl.program_id(0)
     group = tl.program_id(1)
-    index = tl.arange(0, BD)
-    valid = index < tl.minimum(D, C - group * D)
-    features = group * D + index
-    channels = features
-    if not ROWS:
-        channels = features * L
-    i = index[:, None]
-    j = index[None, :]
+    features, valid, channels = channels_of(group, C, L, D, BD, ROWS)
+    i = tl.arange(0, BD)[:, None]
+    j = tl.arange(0, BD)[None, :]
     # Row i of Aᵀ: column i of W, scaled by γ of the output channel.
     first_matrix = tl.load(whitening_ptr + group * D * D + j * D + i, mask=(i < D) & (j < D), other=0.0)
     if WEIGHT:

@@ -10,7 +10,7 @@ Matrices are ``[G, N, N]``, contiguous, fp32, and zero beyond the group. Whiteni
 import triton
 import triton.language as tl
 
-from iternorm.kernels.moments import follow
+from iternorm.kernels.tiles import follow
 
 
 @triton.jit

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from iternorm.kernels.large import load_block, load_flipped, store_block, tile_of, total
-from iternorm.kernels.moments import follow
 from iternorm.kernels.newton import all_finite
+from iternorm.kernels.tiles import follow
 
 
 @triton.jit

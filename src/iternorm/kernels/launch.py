@@ -146,7 +146,9 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
     grad_sum = ptr(grad_bias)
     mean, _, _, covariance, whitening, iterates = _parts_of(state, plan, quick)
     scale_gradient = absent if grad_weight is None else ptr(grad_weight)
-    dx = torch.empty_like(x) if needs_input else None
+    # Two matrices of 128x128 in three parts each ask for more shared memory than there is.
+    by_torch = needs_input and plan.iteration is not None and plan.key.split == 3
+    dx = torch.empty_like(x) if needs_input and not by_torch else None
     names = ("cross_moments", "cross_reduce")
     arguments = ((gradient, source, passing, mean, partials), (partials, cross, grad_sum, absent, absent, absent))
     activations = (gradient, source, passing, absent if dx is None else ptr(dx))
@@ -163,8 +165,7 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
         # The gradient of the weight is complete with the first of them.
         more, values = zip(*(calls if needs_input else calls[:1]), strict=True)
         names, arguments = (*names, *more), (*arguments, *values)
-        if needs_input and plan.key.split == 3:
-            # Two matrices of 128x128 in three parts each ask for more shared memory than there is.
+        if by_torch:
             plan.run(stream, names, arguments)
             if output is not None:
                 grad = torch.where(output > 0, grad, 0)

@@ -2,185 +2,15 @@
 
 One program sums a run of tiles of one group. It writes its own partial matrix, so that no floating-point atomics are
 needed and two runs give the same bits. A second, small kernel adds the partials, many rows at a time.
-
-A tile is ``[BD, BL]`` (channels by samples) for contiguous memory and ``[BL, BD]`` for channels_last (`ROWS`). BD is
-the group size rounded up to a power of two; what lies beyond the group is masked, not copied.
 """
 
 # A checker takes the language of the kernels for Python.
 # pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
-
-@triton.jit
-def follow(PDL: tl.constexpr):
-    """Wait for the launch before, then let the next one be brought up: programmatic dependent launch.
-
-    What the launch before that one wrote, and all that is older, may be read earlier than this: it was complete before
-    the launch before let this one begin.
-    """
-    if PDL:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def sample_offsets(start, L, C, BL: tl.constexpr, ROWS: tl.constexpr, BIG: tl.constexpr):
-    """Where the samples of a tile begin: sample j is position j % L of item j // L."""
-    j = start + tl.arange(0, BL)
-    if BIG:
-        j = j.to(tl.int64)
-    if ROWS:
-        offsets = j * C
-    else:
-        n = j // L
-        offsets = n * (C * L) + (j - n * L)
-    return offsets
-
-
-@triton.jit
-def tile_pointers(ptr, samples, channels, ROWS: tl.constexpr):
-    if ROWS:
-        pointers = ptr + samples[:, None] + channels[None, :]
-    else:
-        pointers = ptr + samples[None, :] + channels[:, None]
-    return pointers
-
-
-@triton.jit
-def along_channels(vector, ROWS: tl.constexpr):
-    if ROWS:
-        vector = vector[None, :]
-    else:
-        vector = vector[:, None]
-    return vector
-
-
-@triton.jit
-def tile_mask(start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr):
-    """What of a tile is there: channels of the group and, unless it is `FULL`, samples before the last."""
-    if FULL:
-        mask = along_channels(valid, ROWS)
-    else:
-        in_range = start + tl.arange(0, BL) < last
-        if ROWS:
-            mask = in_range[:, None] & valid[None, :]
-        else:
-            mask = in_range[None, :] & valid[:, None]
-    return mask
-
-
-@triton.jit
-def load_tile(
-    pointers, start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr, WHOLE: tl.constexpr
-):
-    """A tile, zero outside the group and past the last sample.
-
-    `FULL` says that all its samples are there, `WHOLE` that its group fills it. A mask along the contiguous axis would
-    make every load a scalar one, so no mask is given that is not needed.
-    """
-    if FULL and WHOLE:
-        tile = tl.load(pointers)
-    else:
-        tile = tl.load(pointers, mask=tile_mask(start, last, valid, BL, ROWS, FULL), other=0.0)
-    return tile
-
-
-@triton.jit
-def passed(
-    tile,
-    output_ptr,
-    samples,
-    channels,
-    start,
-    last,
-    valid,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
-    FULL: tl.constexpr,
-    WHOLE: tl.constexpr,
-    RELU: tl.constexpr,
-):
-    """A tile of dy as it goes back through the activation: where the layer's output is positive."""
-    if RELU:
-        pointers = tile_pointers(output_ptr, samples, channels, ROWS)
-        output = load_tile(pointers, start, last, valid, BL, ROWS, FULL, WHOLE)
-        tile = tl.where(output > 0, tile, 0.0)
-    return tile
-
-
-@triton.jit
-def shifted(tile, shift, start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr):
-    """tile - shift in fp32, zero past the last sample. Outside the group both are zero already."""
-    tile = tile.to(tl.float32) - along_channels(shift, ROWS)
-    if not FULL:
-        tile = tl.where(tile_mask(start, last, valid, BL, ROWS, False), tile, 0.0)
-    return tile
-
-
-@triton.jit
-def halves(x):
-    """x rounded to bfloat16, and what that leaves of it in fp32. A NaN may become a zero, which leaves NaN.
-
-    In integers: for a conversion there and back the compiler takes slow instructions.
-    """
-    bits = x.to(tl.int32, bitcast=True) + 0x8000
-    upper = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return upper, x - (bits & -0x10000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def in_parts(x, PARTS: tl.constexpr):
-    """The bfloat16 parts of x, largest first; those that are not there stand for the last."""
-    if PARTS == 1:
-        first = x.to(tl.bfloat16)
-        second, third = first, first
-    else:
-        first, left = halves(x)
-        if PARTS == 2:
-            second = left.to(tl.bfloat16)
-            third = second
-        else:
-            second, left = halves(left)
-            third = left.to(tl.bfloat16)
-    return first, second, third
-
-
-@triton.jit
-def beside(a, b):
-    """[a, b]. No data moves: each thread has the same place of both."""
-    return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
-
-
-@triton.jit
-def above(a, b):
-    """[a; b]."""
-    return tl.join(a, b).permute(2, 0, 1).reshape(2 * a.shape[0], a.shape[1])
-
-
-@triton.jit
-def split_dot(a, b, acc, PARTS: tl.constexpr):
-    """acc + a b for fp32 a and b as products of `PARTS` bfloat16 parts each, in fp32; 0 is one product in fp32.
-
-    Two parts (three products) are good to 2^-16, better than TF32; three (six products) to fp32's own rounding. Tensor
-    cores take bfloat16 operands in either memory order, TF32 only in one.
-    """
-    if PARTS == 0:
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    else:
-        a1, a2, a3 = in_parts(a, PARTS)
-        b1, b2, b3 = in_parts(b, PARTS)
-        if PARTS == 3:
-            acc = tl.dot(a1, b3, acc)
-            acc = tl.dot(a3, b1, acc)
-            acc = tl.dot(a2, b2, acc)
-        if PARTS > 1:
-            acc = tl.dot(a1, b2, acc)
-            acc = tl.dot(a2, b1, acc)
-        acc = tl.dot(a1, b1, acc)
-    return acc
+from iternorm.kernels.products import in_parts, split_dot
+from iternorm.kernels.tiles import channels_of, follow, load_tile, passed, sample_offsets, shifted, tile_pointers
 
 
 @triton.jit
@@ -293,14 +123,11 @@ def partial_moments(
     program = tl.program_id(0)
     group = tl.program_id(1)
     index = tl.arange(0, BD)
-    valid = index < tl.minimum(D, C - group * D)
-    channels = group * D + index
-    if not ROWS:
-        channels = channels * L
+    features, valid, channels = channels_of(group, C, L, D, BD, ROWS)
     first = program * tiles_per_program * BL
     last = tl.minimum(first + tiles_per_program * BL, M)
     if not SELF:
-        shift = tl.load(mean_ptr + group * D + index, mask=valid, other=0.0)
+        shift = tl.load(mean_ptr + features, mask=valid, other=0.0)
     follow(PDL)
 
     if SELF:

@@ -16,7 +16,7 @@ the backward's products take them from shared memory as they come.
 import triton
 import triton.language as tl
 
-from iternorm.kernels.moments import above, in_parts
+from iternorm.kernels.products import above, in_parts
 
 
 @triton.jit

@@ -173,6 +173,7 @@ class Plan:
         count, each = programs(shape, tiles, num_sms(self.key.device))
         fp32 = torch.float32
         counted = not backward and self.counts
+        # All partials of a row at once where they are few enough: a loop waits for the memory at every turn.
         block = max(16, min(256, 1 << (count - 1).bit_length()))
         return Launch(
             reduce_moments,

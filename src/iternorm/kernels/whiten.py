@@ -6,12 +6,14 @@ more has no samples: it writes the matrices that the backward wants and the runn
 that has (6 us of latencies where the others' samples take 8: 64x64x32x32, fp32, H200).
 """
 
+# A checker takes the language of the kernels for Python.
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
 from iternorm.kernels.apply import backward_tiles, forward_tiles
-from iternorm.kernels.moments import follow
 from iternorm.kernels.newton import all_finite, differentiate, iterate
+from iternorm.kernels.tiles import channels_of, follow
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program"])
@@ -63,16 +65,10 @@ def whiten_forward(
     """
     program = tl.program_id(0)
     group = tl.program_id(1)
-    index = tl.arange(0, BD)
-    size = tl.minimum(D, C - group * D)
-    valid = index < size
-    features = group * D + index
-    channels = features
-    if not ROWS:
-        channels = features * L
-    i = index[:, None]
-    j = index[None, :]
-    identity = tl.where((i == j) & (i < size), 1.0, 0.0)
+    features, valid, channels = channels_of(group, C, L, D, BD, ROWS)
+    i = tl.arange(0, BD)[:, None]
+    j = tl.arange(0, BD)[None, :]
+    identity = tl.where((i == j) & valid[:, None], 1.0, 0.0)
     inside = (i < D) & (j < D)
     target = group * D * D + i * D + j
     offset = tl.zeros([BD], dtype=tl.float32)
@@ -159,16 +155,10 @@ def whiten_backward(
     """
     program = tl.program_id(0)
     group = tl.program_id(1)
-    index = tl.arange(0, BD)
-    size = tl.minimum(D, C - group * D)
-    valid = index < size
-    features = group * D + index
-    channels = features
-    if not ROWS:
-        channels = features * L
-    i = index[:, None]
-    j = index[None, :]
-    identity = tl.where((i == j) & (i < size), 1.0, 0.0)
+    features, valid, channels = channels_of(group, C, L, D, BD, ROWS)
+    i = tl.arange(0, BD)[:, None]
+    j = tl.arange(0, BD)[None, :]
+    identity = tl.where((i == j) & valid[:, None], 1.0, 0.0)
     inside = (i < D) & (j < D)
     whitening_ptr += group * D * D
     cross_ptr += group * BD * BD

@@ -1,0 +1,97 @@
+"""Products of fp32 tiles in the tensor cores' smaller formats."""
+
+# A checker takes the language of the kernels for Python.
+# pyright: reportGeneralTypeIssues=false
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def halves(x):
+    """x rounded to bfloat16, and what that leaves of it in fp32. A NaN may become a zero, which leaves NaN.
+
+    In integers: for a conversion there and back the compiler takes slow instructions.
+    """
+    bits = x.to(tl.int32, bitcast=True) + 0x8000
+    upper = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return upper, x - (bits & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_parts(x, PARTS: tl.constexpr):
+    """The bfloat16 parts of x, largest first; those that are not there stand for the last."""
+    if PARTS == 1:
+        first = x.to(tl.bfloat16)
+        second, third = first, first
+    else:
+        first, left = halves(x)
+        if PARTS == 2:
+            second = left.to(tl.bfloat16)
+            third = second
+        else:
+            second, left = halves(left)
+            third = left.to(tl.bfloat16)
+    return first, second, third
+
+
+@triton.jit
+def beside(a, b):
+    """[a, b]. No data moves: each thread has the same place of both."""
+    return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
+
+
+@triton.jit
+def above(a, b):
+    """[a; b]."""
+    return tl.join(a, b).permute(2, 0, 1).reshape(2 * a.shape[0], a.shape[1])
+
+
+@triton.jit
+def split_dot(a, b, acc, PARTS: tl.constexpr):
+    """acc + a b for fp32 a and b as products of `PARTS` bfloat16 parts each, in fp32; 0 is one product in fp32.
+
+    Two parts (three products) are good to 2^-16, better than TF32; three (six products) to fp32's own rounding. Tensor
+    cores take bfloat16 operands in either memory order, TF32 only in one.
+    """
+    if PARTS == 0:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        a1, a2, a3 = in_parts(a, PARTS)
+        b1, b2, b3 = in_parts(b, PARTS)
+        if PARTS == 3:
+            acc = tl.dot(a1, b3, acc)
+            acc = tl.dot(a3, b1, acc)
+            acc = tl.dot(a2, b2, acc)
+        if PARTS > 1:
+            acc = tl.dot(a1, b2, acc)
+            acc = tl.dot(a2, b1, acc)
+        acc = tl.dot(a1, b1, acc)
+    return acc
+
+
+@triton.jit
+def as_tf32(x):
+    """x rounded to what tensor cores take of an fp32 operand. They would cut it off."""
+    return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def on_channels(matrix, tile, acc, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """acc + matrix x for the samples x of a tile; the matrix is transposed already where tiles are rows.
+
+    Rows are what TF32's left operand wants: one product in place of three. In three parts, parts side by side make
+    three products of six.
+    """
+    if ROWS and PARTS == 2:
+        acc = tl.dot(as_tf32(tile), as_tf32(matrix), acc, input_precision="tf32")
+    elif ROWS and PARTS == 3:
+        a1, a2, a3 = in_parts(tile, PARTS)
+        b1, b2, b3 = in_parts(matrix, PARTS)
+        acc = tl.dot(beside(a1, a3), above(b3, b1), acc)
+        acc = tl.dot(beside(a1, a2), above(b2, b1), acc)
+        acc = tl.dot(beside(a2, a1), above(b2, b1), acc)
+    elif ROWS:
+        acc = split_dot(tile, matrix, acc, PARTS)
+    else:
+        acc = split_dot(matrix, tile, acc, PARTS)
+    return acc
