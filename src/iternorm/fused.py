@@ -42,7 +42,9 @@ def has_large_newton(x: Tensor, group_size: int, solver: str, num_iters: int) ->
     """
     if not x.is_cuda or solver != "newton" or x.dtype == torch.float64 or torch.compiler.is_compiling():
         return False
-    return HAS_TRITON and num_iters > 1 and groups.effective_size(x.shape[1], group_size) >= 64
+    if not HAS_TRITON or num_iters < 2 or groups.effective_size(x.shape[1], group_size) < 64:
+        return False
+    return kernels().lacking(x.device.index, False) is None
 
 
 # Newton's steps to convergence. A step multiplies a small eigenvalue of the normalized covariance by 9/4, so that 24

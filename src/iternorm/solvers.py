@@ -161,10 +161,9 @@ def _newton_backward(
     d_residual = ((grad + grad.mT) * (trace.rsqrt() / 2)).reshape(-1, *covariance.shape[-2:])
     d_iterate = d_residual * -0.5
     for residual, following, iterate in zip(residuals[:-1], residuals[1:], iterates, strict=True):
-        # dR <- M dR M - sym(dR R M) multiplied out: the terms share S = dR R. Half of it, to be added to its transpose.
         shared = torch.bmm(d_residual, residual)
-        half = torch.add(1.125 * d_residual, shared, alpha=-1.5)
-        half = half.baddbmm_(shared, residual, alpha=0.25).baddbmm_(residual, shared, alpha=0.125)
+        half = torch.add(1.5 * d_residual, shared, alpha=-1.0).sub_(shared.mT, alpha=0.5)
+        half = torch.baddbmm(half, half, residual, beta=0.75, alpha=-0.25)
         d_residual = half + half.mT
         d_iterate = torch.baddbmm(d_iterate, d_iterate, following, beta=1.5, alpha=-0.5)
         d_iterate = d_iterate.baddbmm_(iterate, d_residual, alpha=-0.5)

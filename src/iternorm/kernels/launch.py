@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from iternorm import groups, plain
+from iternorm.kernels.devices import lacking
 from iternorm.kernels.launcher import on_device
 from iternorm.kernels.plan import Plan, plan_for
 from iternorm.kernels.shapes import dense, newton_parts, parts, split_of, state_of, unsupported, views
@@ -19,6 +20,7 @@ __all__ = [
     "dense",
     "forward",
     "infer",
+    "lacking",
     "newton_parts",
     "on_device",
     "parts",

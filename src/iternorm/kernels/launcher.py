@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from iternorm.kernels.devices import device_of
 from iternorm.kernels.shapes import INTERPRETED
 
 _NO_CHANGE = nullcontext()
@@ -35,8 +36,12 @@ class Launch:
         constants: its constexpr arguments.
         warps: of a program.
         device: where it runs.
-        early: whether its programs may be brought up while the launch before is at work, and wait there. They crowd on
-            the multiprocessors that fall free first, if more of them fit there than should share one.
+        early: whether its programs may be brought up while the launch before is at work, and wait there, where the GPU
+            can do that. They crowd on the multiprocessors that fall free first, if more of them fit there than should
+            share one.
+
+    Raises:
+        triton.OutOfResources: the kernel asks for more shared memory than the device has.
     """
 
     def __init__(
@@ -62,8 +67,10 @@ class Launch:
         if device.type == "cuda" and not INTERPRETED:
             # Of the others only the width matters: 2 stands for 32 bits, 2^31 for 64.
             typical = (n if i in specialized else (2 if n < 2**31 else 2**31) for i, n in enumerate(integers))
+            types = (*pointers, *floats, *typical)
+            follows = device_of(device).follows_early
             call, before, after = _compiled(
-                kernel, (*pointers, *floats, *typical), (*constants.items(), ("PDL", True)), warps, device.index, early
+                kernel, types, (*constants.items(), ("PDL", follows)), warps, device.index, early and follows
             )
             self._call = call
             self._before = before

@@ -57,21 +57,23 @@ def split(a, PARTS: tl.constexpr):
 @triton.jit
 def product(a1, a2, a3, b1, b2, b3, PARTS: tl.constexpr):
     """a b of matrices in parts, in fp32."""
-    if PARTS == 3:
-        acc = tl.dot(a1, b3)
-        acc = tl.dot(a3, b1, acc)
-        acc = tl.dot(a2, b2, acc)
-        acc = tl.dot(a1, b2, acc)
-        acc = tl.dot(a2, b1, acc)
-        acc = tl.dot(a1, b1, acc)
-    elif PARTS == 2:
-        acc = tl.dot(a1, b2)
-        acc = tl.dot(a2, b1, acc)
-        acc = tl.dot(a1, b1, acc)
-    elif PARTS == 1:
-        acc = tl.dot(a1, b1)
+    return add_product(tl.zeros([a1.shape[0], b1.shape[1]], dtype=tl.float32), a1, a2, a3, b1, b2, b3, PARTS)
+
+
+@triton.jit
+def add_product(acc, a1, a2, a3, b1, b2, b3, PARTS: tl.constexpr):
+    """acc + a b of matrices in parts, in fp32."""
+    if PARTS == 0:
+        acc = tl.dot(a1, b1, acc, input_precision="ieee")
     else:
-        acc = tl.dot(a1, b1, input_precision="ieee")
+        if PARTS == 3:
+            acc = tl.dot(a1, b3, acc)
+            acc = tl.dot(a3, b1, acc)
+            acc = tl.dot(a2, b2, acc)
+        if PARTS > 1:
+            acc = tl.dot(a1, b2, acc)
+            acc = tl.dot(a2, b1, acc)
+        acc = tl.dot(a1, b1, acc)
     return acc
 
 
@@ -140,7 +142,7 @@ def iterate(covariance, trace, identity, kept_ptr, keeps, BD: tl.constexpr, T: t
                 keep_matrix(kept_ptr, k - 1, tile, r1, r2, r3, BD, PARTS)
                 z1, z2, z3 = split(z, PARTS)
                 keep_matrix(kept_ptr, T + k - 1, tile, z1, z2, z3, BD, PARTS)
-            residual = 2.25 * residual + product(r1, r2, r3, s1, s2, s3, PARTS)
+            residual = 2.25 * residual + product(s1, s2, s3, r1, r2, r3, PARTS)
             r1, r2, r3 = split(residual, PARTS)
         if keeps:
             keep_matrix(kept_ptr, T - 1, tile, r1, r2, r3, BD, PARTS)
@@ -179,20 +181,19 @@ def differentiate(
             d_residual *= scale
         d_iterate = -0.5 * d_residual
         for k in tl.range(1, T, num_stages=STAGES):
-            # dR <- M dR M - sym(dR R M) multiplied out: the terms share S = dR R, and one transpose makes it symmetric.
-            # Three products in place of five, two of them twice as wide, with R² kept too, took as long (T=5, H200).
             r1, r2, r3 = kept_matrix(kept_ptr, k - 1, tile, BD, PARTS)
             n1, n2, n3 = kept_matrix(kept_ptr, k, tile, BD, PARTS)
             z1, z2, z3 = kept_matrix(kept_ptr, T + k - 1, tile, BD, PARTS)
             d1, d2, d3 = split(d_residual, PARTS)
             shared = product(d1, d2, d3, r1, r2, r3, PARTS)
-            s1, s2, s3 = split(shared, PARTS)
-            half = 2.25 * d_residual - 3.0 * shared + 0.5 * product(s1, s2, s3, r1, r2, r3, PARTS)
-            half += 0.25 * product(r1, r2, r3, s1, s2, s3, PARTS)
-            d_residual = 0.5 * (half + tl.trans(half))
+            half = 1.5 * d_residual - shared - 0.5 * tl.trans(shared)
+            s1, s2, s3 = split(half, PARTS)
+            half = 0.75 * half - 0.25 * product(s1, s2, s3, r1, r2, r3, PARTS)
+            d_residual = half + tl.trans(half)
             d1, d2, d3 = split(d_residual, PARTS)
             e1, e2, e3 = split(d_iterate, PARTS)
-            mixed = product(e1, e2, e3, n1, n2, n3, PARTS) + product(z1, z2, z3, d1, d2, d3, PARTS)
+            mixed = product(e1, e2, e3, n1, n2, n3, PARTS)
+            mixed = add_product(mixed, z1, z2, z3, d1, d2, d3, PARTS)
             d_iterate = 1.5 * d_iterate - 0.5 * mixed
         if T > 1:
             d_iterate *= 1.0 / scale

@@ -4,8 +4,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import OutOfResources
 
 from iternorm.kernels.apply import apply_backward, apply_forward
+from iternorm.kernels.devices import device_of
 from iternorm.kernels.iteration import Iteration
 from iternorm.kernels.launcher import Launch, Launches
 from iternorm.kernels.moments import partial_moments, reduce_moments
@@ -17,7 +19,6 @@ from iternorm.kernels.shapes import (
     jitter,
     newton_parts,
     newton_range,
-    num_sms,
     parts,
     precision,
     programs,
@@ -112,6 +113,8 @@ class Plan:
         self.launches = Launches(self._make)
         self.run = self.launches.run
         self._sizes: dict[str, int] = {}
+        self._num_sms = device_of(key.device).num_sms
+        self._chosen: dict[str, Tiles] = {}
 
     def _make(self, name: str) -> Launch:
         # What is no launch of every layer is one of the iteration of large groups.
@@ -120,6 +123,8 @@ class Plan:
         return self.iteration.make(name)
 
     def _tiles(self, kernel: str) -> Tiles:
+        if kernel in self._chosen:
+            return self._chosen[kernel]
         tiles = tiles_for(kernel, self.shape, self.key.split, self.key.relu)
         # The iteration's backward in three parts takes most of a multiprocessor's shared memory.
         return tiles._replace(per_sm=1) if kernel == "whiten_backward" and self.newton_parts == 3 else tiles
@@ -133,11 +138,30 @@ class Plan:
         whole_batch: bool = False,
         floats: tuple = (),
     ) -> Launch:
-        """A kernel that goes over the activation."""
-        shape, tiles = self.shape, self._tiles(kernel)
+        """A kernel that goes over the activation.
+
+        Its tiles are chosen for an H200. A GPU that has less shared memory shows it when the kernel is compiled.
+        """
+        tiles = self._tiles(kernel)
+        while True:
+            try:
+                launch = self._in_tiles(tiles, kernel, function, pointers, constants, whole_batch, floats)
+                break
+            except OutOfResources:
+                smaller = tiles.smaller()
+                if smaller is None:
+                    raise
+                tiles = smaller
+                if "NEWTON_STAGES" in constants:
+                    constants = {**constants, "NEWTON_STAGES": max(1, constants["NEWTON_STAGES"] - 1)}
+        self._chosen[kernel] = tiles
+        return launch
+
+    def _in_tiles(self, tiles: Tiles, kernel: str, function, pointers, constants, whole_batch, floats) -> Launch:
+        shape = self.shape
         # One more than there are shares of the samples writes what is kept.
         keepers = int(kernel == "whiten")
-        count, each = programs(shape, tiles, num_sms(self.key.device), keepers)
+        count, each = programs(shape, tiles, self._num_sms, keepers)
         integers = (shape.samples, shape.channels, shape.length, each, *((count,) if whole_batch else ()))
         common = {"D": shape.group_size, "BD": shape.padded, "BL": tiles.block, "ROWS": shape.rows}
         last = {"PARTS": self.key.split, "BIG": shape.big, "WHOLE": shape.whole, "STAGES": tiles.stages}
@@ -169,8 +193,11 @@ class Plan:
 
     def _reduce(self, backward: bool = False) -> Launch:
         shape = self.shape
-        tiles = self._tiles("cross_moments" if backward else "moments")
-        count, each = programs(shape, tiles, num_sms(self.key.device))
+        name = "cross_moments" if backward else "moments"
+        # Which tiles it took is known when it is made.
+        count = self.launches[name].grid[0]
+        tiles = self._tiles(name)
+        each = programs(shape, tiles, self._num_sms)[1]
         fp32 = torch.float32
         counted = not backward and self.counts
         # All partials of a row at once where they are few enough: a loop waits for the memory at every turn.

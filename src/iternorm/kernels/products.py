@@ -35,12 +35,6 @@ def in_parts(x, PARTS: tl.constexpr):
 
 
 @triton.jit
-def beside(a, b):
-    """[a, b]. No data moves: each thread has the same place of both."""
-    return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
-
-
-@triton.jit
 def above(a, b):
     """[a; b]."""
     return tl.join(a, b).permute(2, 0, 1).reshape(2 * a.shape[0], a.shape[1])
@@ -76,20 +70,39 @@ def as_tf32(x):
 
 
 @triton.jit
+def for_cutting(x):
+    """x such that cutting it off to TF32 leaves nearly what rounding would: larger by a third of the last place at 1.0.
+
+    One instruction where rounding takes four. The average error is zero and its deviation 0.31 of the last place, where
+    rounding's is 0.29.
+    """
+    return x * (1.0 + 2.0**-10 / 3.0)
+
+
+@triton.jit
+def cut(x):
+    """The upper part of x, as tensor cores take it of an fp32 operand, and the rest of it."""
+    upper = (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+    return upper, x - upper
+
+
+@triton.jit
 def on_channels(matrix, tile, acc, ROWS: tl.constexpr, PARTS: tl.constexpr):
     """acc + matrix x for the samples x of a tile; the matrix is transposed already where tiles are rows.
 
-    Rows are what TF32's left operand wants: one product in place of three. In three parts, parts side by side make
-    three products of six.
+    Rows are what TF32's left operand wants: one product in place of three; for three parts, three products of two TF32
+    parts in place of six. The tile's parts are cut off, which is quick, and the matrix's rounded, so that errors do not
+    all have one sign: they are 1.5e-7 of the result in simulation, as fp32's own rounding is.
     """
     if ROWS and PARTS == 2:
-        acc = tl.dot(as_tf32(tile), as_tf32(matrix), acc, input_precision="tf32")
+        acc = tl.dot(for_cutting(tile), as_tf32(matrix), acc, input_precision="tf32")
     elif ROWS and PARTS == 3:
-        a1, a2, a3 = in_parts(tile, PARTS)
-        b1, b2, b3 = in_parts(matrix, PARTS)
-        acc = tl.dot(beside(a1, a3), above(b3, b1), acc)
-        acc = tl.dot(beside(a1, a2), above(b2, b1), acc)
-        acc = tl.dot(beside(a2, a1), above(b2, b1), acc)
+        upper, lower = cut(tile)
+        matrix_upper = as_tf32(matrix)
+        matrix_lower = matrix - matrix_upper
+        acc = tl.dot(upper, matrix_lower, acc, input_precision="tf32")
+        acc = tl.dot(lower, matrix_upper, acc, input_precision="tf32")
+        acc = tl.dot(upper, matrix_upper, acc, input_precision="tf32")
     elif ROWS:
         acc = split_dot(tile, matrix, acc, PARTS)
     else:

@@ -8,6 +8,7 @@ from torch import Tensor
 from triton import knobs
 
 from iternorm import groups, plain
+from iternorm.kernels.devices import lacking, tf32_allowed
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # The largest group whose iteration runs in one program: three matrices of 64x64 fit its registers, of 128x128 not.
@@ -37,17 +38,25 @@ class Tiles(NamedTuple):
     stages: int
     per_sm: int  # programs for each multiprocessor
 
+    def smaller(self) -> "Tiles | None":
+        """The next that ask for less shared memory, for a GPU that has less than an H200; None if there are none."""
+        if self.stages > 1:
+            return self._replace(stages=self.stages - 1)
+        # A tile is an operand of a matrix product, which takes sixteen at least.
+        return self._replace(block=self.block // 2) if self.block > 16 else None
+
 
 def unsupported(x: Tensor, group_size: int, solver: str = "newton") -> str | None:
     """Why the kernels cannot run on `x`, or None."""
     if x.dtype not in DTYPES:
         return f"they take float16, bfloat16 and float32, not {x.dtype}"
     largest = LARGEST_GROUP if solver == "newton" else LARGEST_NEWTON
-    if groups.effective_size(x.shape[1], group_size) > largest:
+    size = groups.effective_size(x.shape[1], group_size)
+    if size > largest:
         return f"they take groups of up to {largest} channels for {solver!r}, not {group_size}"
     if not x.is_cuda and not INTERPRETED:
         return f"they need a CUDA tensor, not one on {x.device}"
-    return None
+    return lacking(x.device.index, size > LARGEST_NEWTON and x.dtype == torch.float32) if x.is_cuda else None
 
 
 def dense(x: Tensor) -> Tensor:
@@ -123,17 +132,6 @@ def shape_of(x: Tensor, group_size: int) -> Shape:
     return Shape(samples, channels, length, rows, size, padded, groups.num_groups(channels, group_size), big, whole)
 
 
-def tf32_allowed() -> bool:
-    """Whether the user lets products of fp32 matrices on a GPU be TF32.
-
-    There are two ways to say so since torch 2.9, and after the newer the older one's getter fails.
-    """
-    try:
-        return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:
-        return torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
 def parts(dtype: torch.dtype) -> int:
     """How many bfloat16 parts an operand is split into; 0 is a plain fp32 product, for the interpreter.
 
@@ -201,17 +199,19 @@ def precision(split: int) -> str:
 def tiles_for(kernel: str, shape: Shape, split: int, relu: bool = False) -> Tiles:
     """The choices that benchmarks/tune_kernels.py found best over its shapes on an H200.
 
-    With an activation (`relu`) the backward's kernels read a third tile: one stage less keeps it in shared memory, and
-    tiles of half the samples keep bfloat16's in registers (seen in the compiler's report, not timed).
+    With an activation (`relu`) the backward's kernels read a third tile: bfloat16 takes tiles of half the samples, to
+    keep them in registers, and long runs one stage less, for two programs on a multiprocessor.
     """
     backward = kernel in ("cross_moments", "apply_backward", "whiten_backward")
+    few = shape.samples * shape.num_groups < 2048 * 64
     if relu and backward:
         tiles = tiles_for(kernel, shape, split)
-        block = min(tiles.block, 64) if split == 1 else tiles.block
-        return tiles._replace(block=block, stages=max(1, tiles.stages - 1))
+        if split == 1:
+            tiles = tiles._replace(block=min(tiles.block, 64))
+        short = few and shape.padded <= 64
+        return tiles if short else tiles._replace(stages=max(1, tiles.stages - 1))
     if shape.padded > 64:
         return Tiles(64 if split == 1 else 32, 8, 2, 1)
-    few = shape.samples * shape.num_groups < 2048 * 64
     if kernel == "whiten_backward":
         if split == 1:
             tiles = Tiles(128, 4, 3 if shape.rows else 4, 1)
@@ -240,15 +240,3 @@ def programs(shape: Shape, tiles: Tiles, num_sms: int, others: int = 0) -> tuple
     wanted = max(1, num_sms * tiles.per_sm // shape.num_groups - others)
     per_program = -(-total // wanted)
     return -(-total // per_program), per_program
-
-
-_num_sms: dict[torch.device, int] = {}
-
-
-def num_sms(device: torch.device) -> int:
-    count = _num_sms.get(device)
-    if count is None:
-        # The interpreter has no multiprocessors; a few programs show that their partials are joined.
-        count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-        _num_sms[device] = count
-    return count
