@@ -56,7 +56,12 @@ def unsupported(x: Tensor, group_size: int, solver: str = "newton") -> str | Non
         return f"they take groups of up to {largest} channels for {solver!r}, not {group_size}"
     if not x.is_cuda and not INTERPRETED:
         return f"they need a CUDA tensor, not one on {x.device}"
-    return lacking(x.device.index, size > LARGEST_NEWTON and x.dtype == torch.float32) if x.is_cuda else None
+    if not x.is_cuda:
+        return None
+    # A size may be a symbol, and a compiler of graphs wants a constant here.
+    if size > LARGEST_NEWTON and x.dtype == torch.float32:
+        return lacking(x.device.index, True)
+    return lacking(x.device.index, False)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -199,17 +204,20 @@ def precision(split: int) -> str:
 def tiles_for(kernel: str, shape: Shape, split: int, relu: bool = False) -> Tiles:
     """The choices that benchmarks/tune_kernels.py found best over its shapes on an H200.
 
-    With an activation (`relu`) the backward's kernels read a third tile: bfloat16 takes tiles of half the samples, to
-    keep them in registers, and long runs one stage less, for two programs on a multiprocessor.
+    With an activation (`relu`) the backward's kernels read a third tile.
     """
     backward = kernel in ("cross_moments", "apply_backward", "whiten_backward")
     few = shape.samples * shape.num_groups < 2048 * 64
     if relu and backward:
         tiles = tiles_for(kernel, shape, split)
-        if split == 1:
-            tiles = tiles._replace(block=min(tiles.block, 64))
-        short = few and shape.padded <= 64
-        return tiles if short else tiles._replace(stages=max(1, tiles.stages - 1))
+        if split == 1 and shape.padded <= 64:
+            # Of half the samples, to keep them in registers.
+            if kernel == "cross_moments":
+                return Tiles(64, 4, 3, 1 if shape.samples * shape.num_groups < 2048 * 128 else 2)
+            return tiles._replace(block=64) if few else Tiles(64, 4, 2, 2)
+        if shape.padded <= 64 and (few or (split == 2 and kernel == "cross_moments")):
+            return tiles
+        return tiles._replace(stages=max(1, tiles.stages - 1))
     if shape.padded > 64:
         return Tiles(64 if split == 1 else 32, 8, 2, 1)
     if kernel == "whiten_backward":
