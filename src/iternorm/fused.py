@@ -44,7 +44,7 @@ def has_large_newton(x: Tensor, group_size: int, solver: str, num_iters: int) ->
         return False
     if not HAS_TRITON or num_iters < 2 or groups.effective_size(x.shape[1], group_size) < 64:
         return False
-    return kernels().lacking(x.device.index, False) is None
+    return kernels().lacking(x.device.index) is None
 
 
 # Newton's steps to convergence. A step multiplies a small eigenvalue of the normalized covariance by 9/4, so that 24

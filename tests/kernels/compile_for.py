@@ -42,8 +42,7 @@ class Absent:
 
 def main(capability: str, shared_bytes: str, precision: str, layout: str, *more: str) -> None:
     driver.set_active(Absent(int(capability), int(shared_bytes)))
-    known = ("a GPU that is not there", divmod(int(capability), 10), 100, int(shared_bytes))
-    devices._known[0] = devices.Device(*known)
+    devices._known[0] = devices.Device("a GPU that is not there", divmod(int(capability), 10), 100)
     torch.cuda.device = lambda index: nullcontext()
     torch.set_float32_matmul_precision("highest" if precision == "exact" else "high")
     size = int(more[0]) if more and more[0].isdigit() else 64
@@ -54,7 +53,11 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
         weight = torch.empty(2 * size, device="cuda:0")
         made = plan.plan_for(x, weight, weight, size, 5, None, relu="relu" in more)
     names = ("moments", "reduce", "cross_moments", "cross_reduce", "apply")
-    iterates = ("whiten", "whiten_backward") if made.iteration is None else (*iteration.COMBINATIONS, "differentiate")
+    iterates = (
+        ("whiten", "whiten_backward")
+        if made.iteration is None
+        else (*iteration.COMBINATIONS, "differentiate", "apply_backward")
+    )
     for name in (*names, *iterates):
         launch = made.launches[name]
         print(name, launch.constants.get("BL"), launch.constants.get("STAGES"), launch._call.metadata.shared)

@@ -11,7 +11,6 @@ class Device(NamedTuple):
     name: str
     capability: tuple[int, int]
     num_sms: int
-    shared_bytes: int  # that a program can have
 
     @property
     def follows_early(self) -> bool:
@@ -20,11 +19,9 @@ class Device(NamedTuple):
 
 
 # The interpreter has no multiprocessors; a few programs show that their partials are joined.
-_INTERPRETER = Device("Triton's interpreter", (0, 0), 3, 0)
+_INTERPRETER = Device("Triton's interpreter", (0, 0), 3)
 # The first with products of bfloat16 and TF32, Ampere.
 _LEAST_CAPABILITY = (8, 0)
-# Of a matrix of 128x128 in three parts, and the samples that it meets.
-_WIDE_BYTES = 104 * 1024
 _known: dict[int, Device] = {}
 _lacking: dict[int, str | None] = {}
 
@@ -36,10 +33,8 @@ def device_of(device: torch.device) -> Device:
     known = _known.get(index)
     if known is None:
         found = torch.cuda.get_device_properties(index)
-        # Not every version of torch tells.
-        shared_bytes = getattr(found, "shared_memory_per_block_optin", _WIDE_BYTES)
         capability = found.major, found.minor
-        known = _known[index] = Device(found.name, capability, found.multi_processor_count, shared_bytes)
+        known = _known[index] = Device(found.name, capability, found.multi_processor_count)
     return known
 
 
@@ -54,19 +49,11 @@ def tf32_allowed() -> bool:
         return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def lacking(index: int, wide: bool) -> str | None:
-    """Why the kernels cannot run on a GPU, or None. `wide` is for fp32 in groups of more than 64 channels."""
+def lacking(index: int) -> str | None:
+    """Why the kernels cannot run on a GPU, or None."""
     if index not in _lacking:
         _lacking[index] = _find_lacking(device_of(torch.device("cuda", index)))
-    reason = _lacking[index]
-    if reason is None and wide and not tf32_allowed():
-        device = device_of(torch.device("cuda", index))
-        if device.shared_bytes < _WIDE_BYTES:
-            reason = (
-                f"exact fp32 in groups of more than 64 channels takes {_WIDE_BYTES // 1024} KiB of shared memory, and "
-                f"{device.name} has {device.shared_bytes // 1024}"
-            )
-    return reason
+    return _lacking[index]
 
 
 # A graph that is recorded is for one GPU: see `iternorm.collective`.

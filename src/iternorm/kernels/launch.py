@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iternorm import groups, plain
 from iternorm.kernels.devices import lacking
 from iternorm.kernels.launcher import on_device
 from iternorm.kernels.plan import Plan, plan_for
@@ -148,9 +147,7 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
     grad_sum = ptr(grad_bias)
     mean, _, _, covariance, whitening, iterates = _parts_of(state, plan, quick)
     scale_gradient = absent if grad_weight is None else ptr(grad_weight)
-    # Two matrices of 128x128 in three parts each ask for more shared memory than there is.
-    by_torch = needs_input and plan.iteration is not None and plan.key.split == 3
-    dx = torch.empty_like(x) if needs_input and not by_torch else None
+    dx = torch.empty_like(x) if needs_input else None
     names = ("cross_moments", "cross_reduce")
     arguments = ((gradient, source, passing, mean, partials), (partials, cross, grad_sum, absent, absent, absent))
     activations = (gradient, source, passing, absent if dx is None else ptr(dx))
@@ -167,12 +164,6 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
         # The gradient of the weight is complete with the first of them.
         more, values = zip(*(calls if needs_input else calls[:1]), strict=True)
         names, arguments = (*names, *more), (*arguments, *values)
-        if by_torch:
-            plan.run(stream, names, arguments)
-            if output is not None:
-                grad = torch.where(output > 0, grad, 0)
-            reduced = workspace[: 2 * half]
-            return _large_apply_backward(grad, x, reduced, state, grad_bias, weight, plan), grad_weight, grad_bias
         if needs_input:
             names = (*names, "apply_backward")
             arguments = (*arguments, (*activations, whitening, second, mean, grad_sum, scale))
@@ -188,14 +179,3 @@ def infer(x, whitening, mean, weight, bias, group_size, relu=False) -> Tensor:
     stream, given = _given(plan, x, y, whitening, mean, weight, bias)
     plan.run(stream, ("apply",), (tuple(given),))
     return y
-
-
-def _large_apply_backward(grad, x, matrices: Tensor, state: Tensor, grad_sum, weight, plan: Plan) -> Tensor:
-    key, shape, size = plan.key, plan.shape, plan.shape.group_size
-    mean, _, whitening = views(state, shape.channels, key.group_size, key.num_iters)
-    scale = 1 if weight is None else groups.pad_vector(weight.to(whitening.dtype), size)[:, :, None]
-    first = (whitening * scale).mT
-    second = matrices.view(2, shape.num_groups, shape.padded, shape.padded)[1, :, :size, :size]
-    vectors = [groups.pad_vector(v, size)[:, :, None] for v in (grad_sum / shape.samples, mean)]
-    offset = groups.unpad_vector(-(first @ vectors[0]) - second @ vectors[1], shape.channels)
-    return plain.affine_pair(grad, x, first, second, offset, size)

@@ -12,8 +12,10 @@ from iternorm.kernels.iteration import Iteration
 from iternorm.kernels.launcher import Launch, Launches
 from iternorm.kernels.moments import partial_moments, reduce_moments
 from iternorm.kernels.shapes import (
+    BLOCK,
     INTERPRETED,
     LARGEST_NEWTON,
+    LARGEST_WHOLE,
     Tiles,
     dense,
     jitter,
@@ -28,6 +30,7 @@ from iternorm.kernels.shapes import (
     tiles_for,
 )
 from iternorm.kernels.whiten import weight_gradient, whiten_backward, whiten_forward
+from iternorm.kernels.wide import wide_apply, wide_apply_backward, wide_moments, wide_reduce
 
 
 class Key(NamedTuple):
@@ -115,6 +118,11 @@ class Plan:
         self._sizes: dict[str, int] = {}
         self._num_sms = device_of(key.device).num_sms
         self._chosen: dict[str, Tiles] = {}
+        # How many programs share the samples.
+        self._shares: dict[str, int] = {}
+        self._across = shape.padded // BLOCK if shape.padded > LARGEST_WHOLE else 1
+        # Matrices of 128x128 in three parts ask for more shared memory than many a GPU has.
+        self._maps_across = shape.padded // BLOCK if shape.padded == LARGEST_WHOLE and key.split == 3 else self._across
 
     def _make(self, name: str) -> Launch:
         # What is no launch of every layer is one of the iteration of large groups.
@@ -137,6 +145,7 @@ class Plan:
         constants: dict[str, Any],
         whole_batch: bool = False,
         floats: tuple = (),
+        blocks: int = 1,
     ) -> Launch:
         """A kernel that goes over the activation.
 
@@ -145,7 +154,7 @@ class Plan:
         tiles = self._tiles(kernel)
         while True:
             try:
-                launch = self._in_tiles(tiles, kernel, function, pointers, constants, whole_batch, floats)
+                launch = self._in_tiles(tiles, kernel, function, pointers, constants, whole_batch, floats, blocks)
                 break
             except OutOfResources:
                 smaller = tiles.smaller()
@@ -157,15 +166,18 @@ class Plan:
         self._chosen[kernel] = tiles
         return launch
 
-    def _in_tiles(self, tiles: Tiles, kernel: str, function, pointers, constants, whole_batch, floats) -> Launch:
+    def _in_tiles(
+        self, tiles: Tiles, kernel: str, function, pointers, constants, whole_batch, floats, blocks
+    ) -> Launch:
         shape = self.shape
         # One more than there are shares of the samples writes what is kept.
         keepers = int(kernel == "whiten")
-        count, each = programs(shape, tiles, self._num_sms, keepers)
+        count, each = programs(shape, tiles, self._num_sms, keepers, blocks)
+        self._shares[kernel] = count
         integers = (shape.samples, shape.channels, shape.length, each, *((count,) if whole_batch else ()))
         common = {"D": shape.group_size, "BD": shape.padded, "BL": tiles.block, "ROWS": shape.rows}
         last = {"PARTS": self.key.split, "BIG": shape.big, "WHOLE": shape.whole, "STAGES": tiles.stages}
-        grid = (count + keepers, shape.num_groups)
+        grid = (count * blocks + keepers, shape.num_groups)
         return Launch(
             function,
             grid,
@@ -186,7 +198,11 @@ class Plan:
         mean = torch.float32 if backward else None
         relu = backward and self.key.relu
         pointers = (self.key.dtype, self.key.dtype, self.key.dtype if relu else None, mean, torch.float32)
-        return self._passes(name, partial_moments, pointers, {"SELF": not backward, "RELU": relu}, True)
+        constants = {"SELF": not backward, "RELU": relu}
+        if self._across == 1:
+            return self._passes(name, partial_moments, pointers, constants, True)
+        pairs = self._across**2 if backward else self._across * (self._across + 1) // 2
+        return self._passes(name, wide_moments, pointers, {"BC": BLOCK, **constants}, True, blocks=pairs)
 
     def _cross_moments(self) -> Launch:
         return self._moments(backward=True)
@@ -194,25 +210,22 @@ class Plan:
     def _reduce(self, backward: bool = False) -> Launch:
         shape = self.shape
         name = "cross_moments" if backward else "moments"
-        # Which tiles it took is known when it is made.
-        count = self.launches[name].grid[0]
-        tiles = self._tiles(name)
-        each = programs(shape, tiles, self._num_sms)[1]
+        count = self._shares_of(name)
+        each = self.launches[name].integers[3] * self._tiles(name).block
         fp32 = torch.float32
         counted = not backward and self.counts
+        common = {"D": shape.group_size, "BD": shape.padded, "SELF": not backward, "COUNT": counted}
+        pointers = (fp32, fp32, fp32, None if backward else fp32, *(torch.int64 if counted else None,) * 2)
+        integers = (shape.samples, shape.channels, count, each)
+        if self._across > 1:
+            grid = ((shape.padded // 32) ** 2, shape.num_groups)
+            words = {**common, "BC": BLOCK, "BLOCK": 32, "PB": min(8, 1 << (count - 1).bit_length())}
+            return Launch(wide_reduce, grid, pointers, (), integers, (1,), words, 4, self.key.device)
         # All partials of a row at once where they are few enough: a loop waits for the memory at every turn.
         block = max(16, min(256, 1 << (count - 1).bit_length()))
-        return Launch(
-            reduce_moments,
-            (shape.num_groups, shape.padded),
-            (fp32, fp32, fp32, None if backward else fp32, *(torch.int64 if counted else None,) * 2),
-            (),
-            (shape.samples, shape.channels, count, each * tiles.block),
-            (1,),
-            {"D": shape.group_size, "BD": shape.padded, "PB": block, "SELF": not backward, "COUNT": counted},
-            block // 16,
-            self.key.device,
-        )
+        grid = (shape.num_groups, shape.padded)
+        words = {**common, "PB": block}
+        return Launch(reduce_moments, grid, pointers, (), integers, (1,), words, block // 16, self.key.device)
 
     def _cross_reduce(self) -> Launch:
         return self._reduce(backward=True)
@@ -260,13 +273,19 @@ class Plan:
     def _apply(self) -> Launch:
         dtype, weight, bias, fp32 = self.key.dtype, self.key.weight, self.key.bias, torch.float32
         constants = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RELU": self.key.relu}
-        return self._passes("apply", apply_forward, (dtype, dtype, fp32, fp32, weight, bias), constants)
+        pointers = (dtype, dtype, fp32, fp32, weight, bias)
+        if self._maps_across == 1:
+            return self._passes("apply", apply_forward, pointers, constants)
+        return self._passes("apply", wide_apply, pointers, {"BC": BLOCK, **constants}, blocks=self._maps_across)
 
     def _apply_backward(self) -> Launch:
         dtype, weight, fp32 = self.key.dtype, self.key.weight, torch.float32
         pointers = (dtype, dtype, dtype if self.key.relu else None, dtype, *(fp32,) * 4, weight)
         constants = {"WEIGHT": weight is not None, "RELU": self.key.relu}
-        return self._passes("apply_backward", apply_backward, pointers, constants)
+        if self._maps_across == 1:
+            return self._passes("apply_backward", apply_backward, pointers, constants)
+        words = {"BC": BLOCK, **constants}
+        return self._passes("apply_backward", wide_apply_backward, pointers, words, blocks=self._maps_across)
 
     @property
     def _steps(self) -> dict[str, Any]:
@@ -302,7 +321,7 @@ class Plan:
         size = self._sizes.get(name)
         if size is None:
             padded, count = self.shape.padded, self.shape.num_groups
-            size = self.launches[name].grid[0] * (padded + 2) * count * padded
+            size = self._shares_of(name) * (padded + 2) * count * padded
             if self.iteration is not None:
                 size = max(size, self.iteration.backward_work)
             size = self._sizes[name] = size + 2 * padded * count * padded
@@ -312,6 +331,11 @@ class Plan:
         if shared is None or shared.numel() < size:
             shared = _workspaces[self.key.device, stream] = x.new_empty(size, dtype=torch.float32)
         return shared
+
+    def _shares_of(self, name: str) -> int:
+        # Known when the launch is made.
+        self.launches[name]
+        return self._shares[name]
 
     def stream(self) -> int | None:
         """The current stream, or None where the tensors must be handed to Triton themselves."""

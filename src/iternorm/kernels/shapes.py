@@ -13,7 +13,11 @@ from iternorm.kernels.devices import lacking, tf32_allowed
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # The largest group whose iteration runs in one program: three matrices of 64x64 fit its registers, of 128x128 not.
 LARGEST_NEWTON = 64
-LARGEST_GROUP = 128
+# The largest whose moments one program sums, and whose matrix it can apply. Wider ones are cut into blocks.
+LARGEST_WHOLE = 128
+BLOCK = 64
+# Beyond this a row of a matrix does not fit a program's registers.
+LARGEST_GROUP = 1024
 # Triton decides when a kernel is defined whether it will be interpreted.
 INTERPRETED: bool = knobs.runtime.interpret
 
@@ -26,7 +30,7 @@ class Shape(NamedTuple):
     length: int  # L, the stride of a channel in contiguous memory
     rows: bool  # channels_last
     group_size: int
-    padded: int  # the group size rounded up to a power of two, at least 16
+    padded: int  # see `padded_size`
     num_groups: int
     big: bool  # offsets past 2^31
     whole: bool  # every group fills its tile
@@ -56,12 +60,7 @@ def unsupported(x: Tensor, group_size: int, solver: str = "newton") -> str | Non
         return f"they take groups of up to {largest} channels for {solver!r}, not {group_size}"
     if not x.is_cuda and not INTERPRETED:
         return f"they need a CUDA tensor, not one on {x.device}"
-    if not x.is_cuda:
-        return None
-    # A size may be a symbol, and a compiler of graphs wants a constant here.
-    if size > LARGEST_NEWTON and x.dtype == torch.float32:
-        return lacking(x.device.index, True)
-    return lacking(x.device.index, False)
+    return lacking(x.device.index) if x.is_cuda else None
 
 
 def dense(x: Tensor) -> Tensor:
@@ -74,7 +73,9 @@ def _is_rows(x: Tensor) -> bool:
 
 
 def padded_size(size: int) -> int:
-    """The tile that holds a group: a power of two, and at least what a matrix product of tiles takes."""
+    """The tile that holds a group: a power of two, and at least what a matrix product takes; or whole blocks."""
+    if size > LARGEST_WHOLE:
+        return -(-size // BLOCK) * BLOCK
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -218,6 +219,8 @@ def tiles_for(kernel: str, shape: Shape, split: int, relu: bool = False) -> Tile
         if shape.padded <= 64 and (few or (split == 2 and kernel == "cross_moments")):
             return tiles
         return tiles._replace(stages=max(1, tiles.stages - 1))
+    if shape.padded > LARGEST_WHOLE or (shape.padded == LARGEST_WHOLE and split == 3 and kernel.startswith("apply")):
+        return Tiles(64, 4, 3, 2)
     if shape.padded > 64:
         return Tiles(64 if split == 1 else 32, 8, 2, 1)
     if kernel == "whiten_backward":
@@ -242,9 +245,12 @@ def tiles_for(kernel: str, shape: Shape, split: int, relu: bool = False) -> Tile
     return tiles
 
 
-def programs(shape: Shape, tiles: Tiles, num_sms: int, others: int = 0) -> tuple[int, int]:
-    """How many programs share the samples of a group, leaving room for `others`, and the tiles each takes."""
+def programs(shape: Shape, tiles: Tiles, num_sms: int, others: int = 0, blocks: int = 1) -> tuple[int, int]:
+    """How many programs share the samples of a block of a group, and the tiles each takes.
+
+    There are so many `blocks`, and `others` need room too.
+    """
     total = -(-shape.samples // tiles.block)
-    wanted = max(1, num_sms * tiles.per_sm // shape.num_groups - others)
+    wanted = max(1, num_sms * tiles.per_sm // (shape.num_groups * blocks) - others)
     per_program = -(-total // wanted)
     return -(-total // per_program), per_program

@@ -22,9 +22,9 @@ def follow(PDL: tl.constexpr):
 
 
 @triton.jit
-def channels_of(group, C, L, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    """The channels of a group: their numbers, which of them there are, and where they begin."""
-    index = tl.arange(0, BD)
+def channels_of(group, C, L, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, begin=0):
+    """`BD` channels of a group: their numbers, which of them there are, and where they begin."""
+    index = begin + tl.arange(0, BD)
     features = group * D + index
     channels = features
     if not ROWS:
@@ -34,8 +34,13 @@ def channels_of(group, C, L, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def sample_offsets(start, L, C, BL: tl.constexpr, ROWS: tl.constexpr, BIG: tl.constexpr):
-    """Where the samples of a tile begin: sample j is position j % L of item j // L."""
-    j = start + tl.arange(0, BL)
+    """Where the samples of a tile begin."""
+    return sample_offset(start + tl.arange(0, BL), L, C, ROWS, BIG)
+
+
+@triton.jit
+def sample_offset(j, L, C, ROWS: tl.constexpr, BIG: tl.constexpr):
+    """Where sample j begins: it is position j % L of item j // L."""
     if BIG:
         j = j.to(tl.int64)
     if ROWS:
