@@ -192,7 +192,8 @@ def _fused_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     with kernels().on_device(x.device):
         relu, split = output is not None, kernels().split_of(state, x, group_size, num_iters, exact)
-        plan = kernels().plan_for(kernels().dense(x), weight, None, group_size, num_iters, None, exact, relu, split)
+        as_read = kernels().placed(x, group_size)
+        plan = kernels().plan_for(as_read, weight, None, group_size, num_iters, None, exact, relu, split)
         gradients = kernels().backward(grad, x, weight, state, plan, eps, needs_input, output)
     # An operator returns tensors: what was not asked for is empty.
     dx, grad_weight, grad_bias = (state.new_empty(0) if g is None else g for g in gradients)

@@ -12,7 +12,7 @@ from torch import Tensor
 from iternorm.kernels.devices import lacking
 from iternorm.kernels.launcher import on_device
 from iternorm.kernels.plan import Plan, plan_for
-from iternorm.kernels.shapes import dense, newton_parts, parts, split_of, state_of, unsupported, views
+from iternorm.kernels.shapes import dense, newton_parts, parts, placed, split_of, state_of, unsupported, views
 
 __all__ = [
     "backward",
@@ -23,6 +23,7 @@ __all__ = [
     "newton_parts",
     "on_device",
     "parts",
+    "placed",
     "plan_for",
     "split_of",
     "state_of",
@@ -88,8 +89,9 @@ def forward(
         y, the state that `backward` needs (`views` shows what is in it), and the plan, which spares it a search.
     """
     plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu)
+    turned = plan.copied and x.is_contiguous()
     if plan.copied:
-        x = dense(x)
+        x = placed(x, group_size)
         plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu)
     mean: Any
     mean, matrix, num_batches, momentum, _ = running or (None, None, None, None, None)
@@ -118,7 +120,7 @@ def forward(
         names, arguments = zip(*calls, strict=True)
         application = (source, ptr(y), whitening, batch_mean, scale, shift)
         plan.run(stream, ("moments", "reduce", *names, "apply"), (moments, reduction, *arguments, application))
-    return y, state, plan
+    return (y.contiguous() if turned else y), state, plan
 
 
 def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
@@ -126,9 +128,12 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
 
     `output` is what the forward returned, where an activation was part of it.
     """
-    x = dense(x)
+    turned = plan.in_blocks and x.is_contiguous()
+    x = placed(x, plan.key.group_size) if plan.in_blocks else dense(x)
     if grad.stride() != x.stride():
         grad = torch.empty_like(x).copy_(grad)
+    if turned and output is not None:
+        output = torch.empty_like(x).copy_(output)
     shape = plan.shape
     stream, given = _given(plan, x, grad, weight, output)
     source, gradient, scale, passing = given
@@ -168,14 +173,15 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
             names = (*names, "apply_backward")
             arguments = (*arguments, (*activations, whitening, second, mean, grad_sum, scale))
     plan.run(stream, names, arguments)
-    return dx, grad_weight, grad_bias
+    return (dx.contiguous() if turned and dx is not None else dx), grad_weight, grad_bias
 
 
 def infer(x, whitening, mean, weight, bias, group_size, relu=False) -> Tensor:
     """y = diag(γ) W (x - μ) + β from given fp32 statistics: one launch."""
-    x = dense(x)
+    turned = x.is_contiguous()
+    x = placed(x, group_size)
     plan = plan_for(x, weight, bias, group_size, 0, None, relu=relu)
     y = torch.empty_like(x)
     stream, given = _given(plan, x, y, whitening, mean, weight, bias)
     plan.run(stream, ("apply",), (tuple(given),))
-    return y
+    return y.contiguous() if turned else y

@@ -17,11 +17,12 @@ from iternorm.kernels.shapes import (
     LARGEST_NEWTON,
     LARGEST_WHOLE,
     Tiles,
-    dense,
+    block_of,
     jitter,
     newton_parts,
     newton_range,
     parts,
+    placed,
     precision,
     programs,
     shape_of,
@@ -103,10 +104,11 @@ class Plan:
 
     def __init__(self, key: Key, x: Tensor):
         self.key = key
-        self.shape = shape = shape_of(dense(x), key.group_size)
+        as_read = placed(x, key.group_size)
+        self.shape = shape = shape_of(as_read, key.group_size)
         self.newton_parts = newton_parts(key.split, key.exact, key.num_iters)
         self.at = state_of(shape.channels, key.group_size, key.num_iters, self.newton_parts)
-        self.copied = dense(x) is not x
+        self.copied = as_read is not x
         self.iteration: Iteration | None = None
         if shape.padded > LARGEST_NEWTON:
             sizes = (shape.num_groups, shape.group_size, shape.padded, shape.channels, key.num_iters)
@@ -120,9 +122,9 @@ class Plan:
         self._chosen: dict[str, Tiles] = {}
         # How many programs share the samples.
         self._shares: dict[str, int] = {}
-        self._across = shape.padded // BLOCK if shape.padded > LARGEST_WHOLE else 1
+        self.in_blocks = shape.padded > LARGEST_WHOLE
         # Matrices of 128x128 in three parts ask for more shared memory than many a GPU has.
-        self._maps_across = shape.padded // BLOCK if shape.padded == LARGEST_WHOLE and key.split == 3 else self._across
+        self._maps_blocks = self.in_blocks or (shape.padded == LARGEST_WHOLE and key.split == 3)
 
     def _make(self, name: str) -> Launch:
         # What is no launch of every layer is one of the iteration of large groups.
@@ -199,10 +201,12 @@ class Plan:
         relu = backward and self.key.relu
         pointers = (self.key.dtype, self.key.dtype, self.key.dtype if relu else None, mean, torch.float32)
         constants = {"SELF": not backward, "RELU": relu}
-        if self._across == 1:
+        if not self.in_blocks:
             return self._passes(name, partial_moments, pointers, constants, True)
-        pairs = self._across**2 if backward else self._across * (self._across + 1) // 2
-        return self._passes(name, wide_moments, pointers, {"BC": BLOCK, **constants}, True, blocks=pairs)
+        block = block_of(name, self.shape)
+        across = self.shape.padded // block
+        pairs = across**2 if backward else across * (across + 1) // 2
+        return self._passes(name, wide_moments, pointers, {"BC": block, **constants}, True, blocks=pairs)
 
     def _cross_moments(self) -> Launch:
         return self._moments(backward=True)
@@ -217,7 +221,7 @@ class Plan:
         common = {"D": shape.group_size, "BD": shape.padded, "SELF": not backward, "COUNT": counted}
         pointers = (fp32, fp32, fp32, None if backward else fp32, *(torch.int64 if counted else None,) * 2)
         integers = (shape.samples, shape.channels, count, each)
-        if self._across > 1:
+        if self.in_blocks:
             grid = ((shape.padded // 32) ** 2, shape.num_groups)
             words = {**common, "BC": BLOCK, "BLOCK": 32, "PB": min(8, 1 << (count - 1).bit_length())}
             return Launch(wide_reduce, grid, pointers, (), integers, (1,), words, 4, self.key.device)
@@ -274,18 +278,19 @@ class Plan:
         dtype, weight, bias, fp32 = self.key.dtype, self.key.weight, self.key.bias, torch.float32
         constants = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RELU": self.key.relu}
         pointers = (dtype, dtype, fp32, fp32, weight, bias)
-        if self._maps_across == 1:
+        if not self._maps_blocks:
             return self._passes("apply", apply_forward, pointers, constants)
-        return self._passes("apply", wide_apply, pointers, {"BC": BLOCK, **constants}, blocks=self._maps_across)
+        words, blocks = {"BC": BLOCK, **constants}, self.shape.padded // BLOCK
+        return self._passes("apply", wide_apply, pointers, words, blocks=blocks)
 
     def _apply_backward(self) -> Launch:
         dtype, weight, fp32 = self.key.dtype, self.key.weight, torch.float32
         pointers = (dtype, dtype, dtype if self.key.relu else None, dtype, *(fp32,) * 4, weight)
         constants = {"WEIGHT": weight is not None, "RELU": self.key.relu}
-        if self._maps_across == 1:
+        if not self._maps_blocks:
             return self._passes("apply_backward", apply_backward, pointers, constants)
-        words = {"BC": BLOCK, **constants}
-        return self._passes("apply_backward", wide_apply_backward, pointers, words, blocks=self._maps_across)
+        words, blocks = {"BC": BLOCK, **constants}, self.shape.padded // BLOCK
+        return self._passes("apply_backward", wide_apply_backward, pointers, words, blocks=blocks)
 
     @property
     def _steps(self) -> dict[str, Any]:

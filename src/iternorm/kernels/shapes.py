@@ -68,6 +68,17 @@ def dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or _is_rows(x) else x.contiguous()
 
 
+def placed(x: Tensor, group_size: int) -> Tensor:
+    """`x` as the kernels read it: `dense`, and channels_last for groups in blocks.
+
+    Their programs read every sample many times over, and along rows that is faster by more than a copy takes.
+    """
+    x = dense(x)
+    if groups.effective_size(x.shape[1], group_size) <= LARGEST_WHOLE or x.ndim == 2 or _is_rows(x):
+        return x
+    return x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).view(x.shape)
+
+
 def _is_rows(x: Tensor) -> bool:
     return plain.is_channels_last(x) or (x.ndim == 3 and x.transpose(1, 2).is_contiguous())
 
@@ -202,6 +213,11 @@ def precision(split: int) -> str:
     return ("ieee", "tf32", "tf32", "tf32x3")[split]
 
 
+def block_of(kernel: str, shape: Shape) -> int:
+    """The channels of a block, of groups that are cut into such."""
+    return 2 * BLOCK if kernel == "cross_moments" and shape.padded % (2 * BLOCK) == 0 else BLOCK
+
+
 def tiles_for(kernel: str, shape: Shape, split: int, relu: bool = False) -> Tiles:
     """The choices that benchmarks/tune_kernels.py found best over its shapes on an H200.
 
@@ -219,7 +235,15 @@ def tiles_for(kernel: str, shape: Shape, split: int, relu: bool = False) -> Tile
         if shape.padded <= 64 and (few or (split == 2 and kernel == "cross_moments")):
             return tiles
         return tiles._replace(stages=max(1, tiles.stages - 1))
-    if shape.padded > LARGEST_WHOLE or (shape.padded == LARGEST_WHOLE and split == 3 and kernel.startswith("apply")):
+    if shape.padded > LARGEST_WHOLE:
+        if kernel == "cross_moments":
+            return Tiles(64, 8, 3, 1) if block_of(kernel, shape) == 128 else Tiles(64, 4, 3, 2)
+        if kernel == "moments":
+            return Tiles(128, 4, 3, 1)
+        if kernel == "apply":
+            return Tiles(128 if split == 1 else 64, 4, 3, 2)
+        return Tiles(128, 4, 3, 1) if split == 1 else Tiles(64, 4, 2, 4)
+    if shape.padded == LARGEST_WHOLE and split == 3 and kernel.startswith("apply"):
         return Tiles(64, 4, 3, 2)
     if shape.padded > 64:
         return Tiles(64 if split == 1 else 32, 8, 2, 1)

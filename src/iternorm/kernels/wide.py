@@ -275,13 +275,18 @@ def matrix_block(ptr, rows, columns, D: tl.constexpr, WHOLE: tl.constexpr, ROWS:
 
 @triton.jit
 def add_product(tile, matrix, acc, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """acc + matrix tile for a block; 16-bit tiles of one part go in as they are."""
+    """acc + matrix tile for a block; 16-bit tiles of one part go in as they are.
+
+    Tensor cores cut off what they add to: in three parts blocks are added up outside of them.
+    """
     if PARTS == 1:
         rounded = matrix.to(tl.bfloat16)
         if ROWS:
             acc = tl.dot(tile, rounded, acc)
         else:
             acc = tl.dot(rounded, tile, acc)
+    elif PARTS == 3:
+        acc += on_channels(matrix, tile, tl.zeros_like(acc), ROWS, PARTS)
     else:
         acc = on_channels(matrix, tile, acc, ROWS, PARTS)
     return acc
