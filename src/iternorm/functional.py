@@ -1,10 +1,11 @@
 """Public functions: check the arguments, choose the implementation, nothing else.
 
 The signatures follow `torch.nn.functional.batch_norm`. ``impl="auto"`` takes the Triton kernels on CUDA tensors in
-half, bfloat16 or single precision, for Newton's iteration with groups of up to 128 channels (above that for the
-iteration itself), and for ZCA with groups of up to 64, which they compute by that iteration run to convergence. On the
-CPU it takes C kernels for training in single and double precision, where the machine has a C compiler and they are
-faster. It takes the torch path for the rest.
+half, bfloat16 or single precision, for Newton's iteration with groups of up to 1024 channels (above that, and where
+cuBLAS is faster, for the iteration itself), and for ZCA with groups of up to 64, which they compute by that iteration
+run to convergence. They need an NVIDIA GPU of compute capability 8.0 or above. On the CPU it takes C kernels for
+training in single and double precision, where the machine has a C compiler and they are faster. It takes the torch path
+for the rest.
 ``impl="native"`` is the C kernels, and ``impl="torch"`` never takes them. ``impl="reference"`` is the paper written
 plainly. An implementation that is named and cannot run raises.
 """
@@ -311,7 +312,7 @@ def choose_impl(impl: str, x: Tensor, group_size: int, solver: str) -> str:
         if reason is not None:
             raise ValueError(f'impl="native" cannot run: {reason}; use impl="auto"')
     if impl == "auto":
-        return "triton" if x.is_cuda and fused.no_kernels(x, group_size, solver) is None else "auto"
+        return "triton" if x.is_cuda and fused.are_kernels_best(x, group_size, solver) else "auto"
     return impl
 
 

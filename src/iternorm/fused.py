@@ -35,6 +35,11 @@ def no_kernels(x: Tensor, group_size: int, solver: str) -> str | None:
     return kernels().unsupported(x, group_size, solver)
 
 
+def are_kernels_best(x: Tensor, group_size: int, solver: str) -> bool:
+    """Whether the Triton kernels can normalize `x`, and faster than torch."""
+    return no_kernels(x, group_size, solver) is None and not kernels().by_cublas(x, group_size)
+
+
 def has_large_newton(x: Tensor, group_size: int, solver: str, num_iters: int) -> bool:
     """Whether the iteration alone runs in kernels, for groups that are too large for the others.
 

@@ -36,10 +36,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(devices, "_lacking", {})
 
     def choose(name):
-        major, minor, shared = GPUS[name]
-        found = SimpleNamespace(
-            name=name, major=major, minor=minor, multi_processor_count=100, shared_memory_per_block_optin=shared
-        )
+        major, minor, _ = GPUS[name]
+        found = SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=100)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
 
     return choose
@@ -74,16 +72,16 @@ def test_a_gpu_of_amd_gets_torch(gpu, monkeypatch):
         functional.choose_impl("triton", activation(), 64, "newton")
 
 
-@pytest.mark.parametrize(("name", "taken"), [("RTX 4090", "auto"), ("A100", "triton")])
-def test_exact_groups_of_128_want_much_shared_memory(name, taken, gpu, monkeypatch):
-    gpu(name)
-    x = activation(128)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
-    assert functional.choose_impl("auto", x, 128, "newton") == taken
-    assert functional.choose_impl("auto", x, 64, "newton") == "triton"
-    assert functional.choose_impl("auto", x.bfloat16(), 128, "newton") == "triton"
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert functional.choose_impl("auto", x, 128, "newton") == "triton"
+def test_large_activations_in_wide_groups_are_left_to_cublas_in_fp32(gpu):
+    gpu("H200")
+    with FakeTensorMode():
+        x = torch.empty(64, 1024, 14, 14, device="cuda:0")
+        assert functional.choose_impl("auto", x, 1024, "newton") == "auto"
+        assert fused.has_large_newton(x, 1024, "newton", 5)
+        assert functional.choose_impl("triton", x, 1024, "newton") == "triton"
+        assert functional.choose_impl("auto", x, 128, "newton") == "triton"
+        assert functional.choose_impl("auto", x.new_empty(8, 1024, 14, 14), 1024, "newton") == "triton"
+        assert functional.choose_impl("auto", x.new_empty(x.shape, dtype=torch.bfloat16), 1024, "newton") == "triton"
 
 
 @pytest.mark.parametrize(("name", "follows"), [("A100", False), ("H200", True)])
@@ -145,7 +143,8 @@ def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):
         ("A100", ("tf32", "rows")),
         ("RTX 4090", ("exact", "rows", "relu")),
         ("RTX 4090", ("bf16", "planes")),
-        ("RTX 4090", ("tf32", "planes", "128")),
+        ("RTX 4090", ("exact", "planes", "128")),
+        ("RTX 4090", ("tf32", "rows", "256")),
     ],
 )
 def test_the_kernels_compile_for_other_gpus(name, arguments, tmp_path):

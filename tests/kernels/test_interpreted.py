@@ -11,7 +11,7 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
 from iternorm import fused
-from iternorm.kernels import plan, shapes
+from iternorm.kernels import devices, plan, shapes
 
 # Shape, group size, number of steps, channels_last.
 CASES = [
@@ -30,6 +30,10 @@ CASES = [
     ((3, 100, 6, 6), 72, 0, False),
     ((2, 128, 8, 8), 128, 1, False),
     ((2, 128, 8, 8), 128, 3, True),
+    # In blocks of 64, the last of them not full, and a last group of one block.
+    ((3, 150, 5, 7), 130, 2, False),
+    ((3, 150, 5, 7), 130, 1, True),
+    ((150, 192), 192, 2, False),
     ((5, 6, 30), 1, 5, False),
 ]
 
@@ -68,6 +72,7 @@ def test_output_and_gradients_equal_the_reference(shape, group_size, num_iters, 
 
 # Whole and ragged groups, both layouts, the batched iteration above 64 channels.
 ACTIVATED = [((6, 7, 3, 4), 3, False), ((6, 7, 3, 4), 3, True), ((2, 32, 9, 9), 16, True), ((3, 80, 6, 6), 72, False)]
+ACTIVATED += [((2, 140, 5, 5), 140, False)]
 
 
 @pytest.mark.parametrize(("shape", "group_size", "last"), ACTIVATED)
@@ -245,6 +250,27 @@ def test_a_mean_of_a_thousand_deviations_costs_no_more_than_rounding_the_input(l
     assert relative_error(y, reference.iter_norm(x.double(), group_size=8)) < 1e-4
 
 
+@pytest.mark.parametrize(("channels", "group_size"), [(20, 8), (130, 130)])
+def test_runs_of_samples_with_means_of_their_own_are_joined(channels, group_size, monkeypatch):
+    # Enough programs that each block of a wide group is shared by four.
+    monkeypatch.setattr(devices, "_INTERPRETER", devices._INTERPRETER._replace(num_sms=24))
+    monkeypatch.setattr(plan, "_plans", {})
+    x = torch.randn(400, channels) + 0.05 * torch.arange(400.0)[:, None] * torch.randn(channels)
+    layer = layer_for(x.shape, group_size=group_size, num_iters=1)
+    x.requires_grad_()
+    y = layer(x)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    inputs = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]
+    expected = reference.iter_norm(*inputs, group_size, 1)
+    wanted = torch.autograd.grad(expected, inputs, grad.double())
+    shared = [made._shares[name] for made in plan._plans.values() for name in ("moments", "cross_moments")]
+    assert min(shared) > 1
+    actual = (y, x.grad, layer.weight.grad, layer.bias.grad)
+    assert worst(relative_error(a, b) for a, b in zip(actual, (expected, *wanted), strict=True)) < 2e-6
+    assert relative_error(layer.running_mean, 0.1 * x.detach().double().mean(0)) < 2e-6
+
+
 # What is averaged, momentum, group size, number of steps.
 AVERAGES = [
     *((running, momentum, 8, 5) for running in ("whitening", "covariance") for momentum in (0.1, None)),
@@ -361,8 +387,8 @@ def test_two_runs_give_the_same_bits(channels, group_size):
 def test_kernels_that_cannot_run_say_why():
     with pytest.raises(ValueError, match=r'impl="triton" cannot run: they take .* not torch.float64; use impl="auto"'):
         layer_for((4, 8, 2, 2), group_size=4, dtype=torch.float64)(torch.randn(4, 8, 2, 2, dtype=torch.float64))
-    with pytest.raises(ValueError, match="groups of up to 128 channels for 'newton', not 129"):
-        layer_for((4, 129), group_size=None)(torch.randn(4, 129))
+    with pytest.raises(ValueError, match="groups of up to 1024 channels for 'newton', not 1025"):
+        layer_for((4, 1025), group_size=None)(torch.randn(4, 1025))
     with pytest.raises(ValueError, match="not 'pca'"):
         functional.decorrelated_batch_norm(torch.randn(4, 8, 2, 2), training=True, solver="pca", impl="triton")
     with pytest.raises(ValueError, match="groups of up to 64 channels for 'zca', not 65"):
@@ -377,6 +403,17 @@ def test_the_operators_keep_their_contracts():
     grad = torch.randn_like(x)
     torch.library.opcheck(fused._fused_backward_op, (grad, x, weight, state, y, 8, 3, 1e-5, False, True))
     torch.library.opcheck(fused._fused_backward_op, (grad, x, None, state, None, 8, 3, 1e-5, True, False))
+
+
+def test_the_operators_keep_their_contracts_in_blocks():
+    # Planes, which are turned for the kernels and must come back.
+    x, grad, weight = *torch.randn(2, 4, 130, 3, 3).unbind(), torch.ones(130)
+    # Of the tests that there are, those that do not trace: each run takes seconds here.
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(fused._fused_forward_op, (x, weight, None, 130, 1, 1e-5, False, True), test_utils=checks)
+    y, state = fused._fused_forward_op(x, weight, None, 130, 1, 1e-5, False, True)
+    arguments = (grad, x, weight, state, y, 130, 1, 1e-5, False, True)
+    torch.library.opcheck(fused._fused_backward_op, arguments, test_utils=checks)
 
 
 def test_a_plan_is_made_once_and_depends_on_all_it_must():

@@ -12,10 +12,21 @@ from torch import Tensor
 from iternorm.kernels.devices import lacking
 from iternorm.kernels.launcher import on_device
 from iternorm.kernels.plan import Plan, plan_for
-from iternorm.kernels.shapes import dense, newton_parts, parts, placed, split_of, state_of, unsupported, views
+from iternorm.kernels.shapes import (
+    by_cublas,
+    dense,
+    newton_parts,
+    parts,
+    placed,
+    split_of,
+    state_of,
+    unsupported,
+    views,
+)
 
 __all__ = [
     "backward",
+    "by_cublas",
     "dense",
     "forward",
     "infer",

@@ -63,6 +63,16 @@ def unsupported(x: Tensor, group_size: int, solver: str = "newton") -> str | Non
     return lacking(x.device.index) if x.is_cuda else None
 
 
+def by_cublas(x: Tensor, group_size: int) -> bool:
+    """Whether the torch path, whose products are cuBLAS's, is faster: for large fp32 activations in wide groups.
+
+    256x256x8x8 took 439 us in the kernels and 601 in torch, 64x1024x14x14 took 4027 and 2879, 128x256x56x56 7033 and
+    2919; in bfloat16 that took 1711 and 5633 (H200, CUDA graph, TF32, forward and backward).
+    """
+    wide = groups.effective_size(x.shape[1], group_size) > LARGEST_WHOLE
+    return wide and x.dtype == torch.float32 and x.numel() > 2**23
+
+
 def dense(x: Tensor) -> Tensor:
     """`x` itself if it is contiguous or channels_last, else a contiguous copy."""
     return x if x.is_contiguous() or _is_rows(x) else x.contiguous()

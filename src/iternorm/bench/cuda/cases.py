@@ -72,6 +72,9 @@ def rivals_for(shape: Shape, dtype: torch.dtype, quick: bool = False) -> list[Cu
     if channels % 64:
         # The last group of 64 is a smaller one here; 32 divides the channels evenly.
         rivals.append(whitening(32))
+    if channels > 128 and not quick:
+        # All together, as the paper has it.
+        rivals.append(whitening(channels))
     if shape in TABLE_A1 and not quick:
         rivals += [whitening(64, num_iters=3), whitening(64, num_iters=7)]
         # By eigendecomposition, as the paper's, and by our kernels.
