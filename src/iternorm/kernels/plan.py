@@ -123,7 +123,7 @@ class Plan:
         # How many programs share the samples.
         self._shares: dict[str, int] = {}
         self.in_blocks = shape.padded > LARGEST_WHOLE
-        # Matrices of 128x128 in three parts ask for more shared memory than many a GPU has.
+        # Matrices of 128x128 in three parts ask for more shared memory than there is.
         self._maps_blocks = self.in_blocks or (shape.padded == LARGEST_WHOLE and key.split == 3)
 
     def _make(self, name: str) -> Launch:
@@ -277,20 +277,24 @@ class Plan:
     def _apply(self) -> Launch:
         dtype, weight, bias, fp32 = self.key.dtype, self.key.weight, self.key.bias, torch.float32
         constants = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RELU": self.key.relu}
-        pointers = (dtype, dtype, fp32, fp32, weight, bias)
-        if not self._maps_blocks:
-            return self._passes("apply", apply_forward, pointers, constants)
-        words, blocks = {"BC": BLOCK, **constants}, self.shape.padded // BLOCK
-        return self._passes("apply", wide_apply, pointers, words, blocks=blocks)
+        return self._map("apply", apply_forward, wide_apply, (dtype, dtype, fp32, fp32, weight, bias), constants)
 
     def _apply_backward(self) -> Launch:
         dtype, weight, fp32 = self.key.dtype, self.key.weight, torch.float32
         pointers = (dtype, dtype, dtype if self.key.relu else None, dtype, *(fp32,) * 4, weight)
         constants = {"WEIGHT": weight is not None, "RELU": self.key.relu}
+        return self._map("apply_backward", apply_backward, wide_apply_backward, pointers, constants)
+
+    def _map(self, name: str, whole, in_blocks, pointers: tuple, constants: dict[str, Any]) -> Launch:
+        """A kernel that applies matrices, in blocks where the group is, or where a GPU has no room for whole ones."""
         if not self._maps_blocks:
-            return self._passes("apply_backward", apply_backward, pointers, constants)
+            try:
+                return self._passes(name, whole, pointers, constants)
+            except OutOfResources:
+                if self.shape.padded < LARGEST_WHOLE:
+                    raise
         words, blocks = {"BC": BLOCK, **constants}, self.shape.padded // BLOCK
-        return self._passes("apply_backward", wide_apply_backward, pointers, words, blocks=blocks)
+        return self._passes(name, in_blocks, pointers, words, blocks=blocks)
 
     @property
     def _steps(self) -> dict[str, Any]:
