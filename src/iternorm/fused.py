@@ -97,19 +97,13 @@ class _WhitenEager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, settings, statistics):
-        with kernels().on_device(x.device):
-            y, state, ctx.plan = kernels().forward(
-                x,
-                weight,
-                bias,
-                settings.group_size,
-                settings.steps,
-                settings.eps,
-                statistics,
-                settings.exact,
-                settings.relu,
-            )
-        ctx.save_for_backward(x, weight, bias, state, y if settings.relu else None)
+        found = kernels()
+        group_size, solver, num_iters, eps, relu = settings
+        exact = solver == "zca"
+        steps = ZCA_STEPS if exact else num_iters
+        with found.on_device(x.device):
+            y, state, ctx.plan = found.forward(x, weight, bias, group_size, steps, eps, statistics, exact, relu)
+        ctx.save_for_backward(x, weight, bias, state, y if relu else None)
         ctx.settings = settings
         return y
 

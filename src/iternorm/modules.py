@@ -151,8 +151,7 @@ class WhiteningNorm(nn.Module):
                 f"expected an input of {self.num_features} channels (num_features), got {input.shape[1]}: "
                 f"shape {list(input.shape)}"
             )
-        # Read once each: an attribute of a module is looked up in three dictionaries.
-        matrix = self.running_whitening if self.running == "whitening" else self.running_covariance
+        weight, bias, mean, matrix, count = self._tensors()
         settings = (self.num_features, self.eps, self.momentum, self.group_size, self.impl, self.activation)
         if settings != self._checked:
             self._check_attributes()
@@ -161,18 +160,17 @@ class WhiteningNorm(nn.Module):
                 f"running_{self.running} has shape {list(matrix.shape)}; {self.num_features} channels with "
                 f"group_size={self.group_size} need {list(self._matrix_shape)}"
             )
-        mean, training = self.running_mean, self.training
+        training = self.training
         # As in BatchNorm: running statistics are updated in training if they are kept, and used in eval if they exist.
         batch_statistics = training or mean is None
         statistics = None
         if mean is not None and (self.track_running_stats or not batch_statistics):
-            count, covariance = self.num_batches_tracked, self.running == "covariance"
-            statistics = ops.Running(mean, matrix, count, self.momentum, covariance)
+            statistics = ops.Running(mean, matrix, count, self.momentum, self.running == "covariance")
         return functional.normalize(
             input,
             statistics,
-            self.weight,
-            self.bias,
+            weight,
+            bias,
             batch_statistics,
             self.eps,
             self._matrix_shape[1],
@@ -182,6 +180,19 @@ class WhiteningNorm(nn.Module):
             self.activation,
             self._process_group(input) if training else None,
         )
+
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        """Weight, bias, running mean, running matrix and the counter of batches."""
+        matrix = "running_whitening" if self.running == "whitening" else "running_covariance"
+        parameters, buffers = self._parameters, self._buffers
+        try:
+            # A module's own search for an attribute takes ten times as long.
+            values = parameters["weight"], parameters["bias"], buffers["running_mean"], buffers[matrix]
+            return *values, buffers["num_batches_tracked"]
+        except KeyError:
+            # A parametrization, or a replica on another GPU, has it in another place.
+            values = self.weight, self.bias, self.running_mean, self.running_matrix
+            return *values, self.num_batches_tracked
 
     def _process_group(self, input: Tensor) -> Any:
         """The processes whose batches are one: none here; `iternorm.SyncIterNorm` has its own."""

@@ -139,9 +139,11 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
 
     `output` is what the forward returned, where an activation was part of it.
     """
-    turned = plan.in_blocks and x.is_contiguous()
-    x = placed(x, plan.key.group_size) if plan.in_blocks else dense(x)
-    if grad.stride() != x.stride():
+    turned, stride = False, plan.key.stride
+    if x.stride() != stride:
+        turned = plan.in_blocks and x.is_contiguous()
+        x = placed(x, plan.key.group_size)
+    if grad.stride() != stride:
         grad = torch.empty_like(x).copy_(grad)
     if turned and output is not None:
         output = torch.empty_like(x).copy_(output)

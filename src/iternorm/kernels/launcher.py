@@ -94,6 +94,7 @@ class Launches:
     def __init__(self, make: Callable[[str], Launch]):
         self._make = make
         self._made: dict[str, Launch] = {}
+        self._chains: dict[tuple[str, ...], tuple[Launch, ...]] = {}
 
     def __getitem__(self, name: str) -> Launch:
         found = self._made.get(name)
@@ -106,8 +107,11 @@ class Launches:
 
         On a stream a pointer is an address, and 0 where it is absent; without one a tensor or None, for Triton.
         """
-        for name, values in zip(names, arguments, strict=True):
-            self[name](stream, values)
+        chain = self._chains.get(names)
+        if chain is None:
+            chain = self._chains[names] = tuple(self[name] for name in names)
+        for launch, values in zip(chain, arguments, strict=True):
+            launch(stream, values)
 
 
 @functools.cache
