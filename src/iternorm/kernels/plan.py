@@ -109,6 +109,8 @@ class Plan:
         self.newton_parts = newton_parts(key.split, key.exact, key.num_iters)
         self.at = state_of(shape.channels, key.group_size, key.num_iters, self.newton_parts)
         self.copied = as_read is not x
+        # Whether batches are counted.
+        self.counts = key.running is not None and key.running[2]
         self.iteration: Iteration | None = None
         if shape.padded > LARGEST_NEWTON:
             sizes = (shape.num_groups, shape.group_size, shape.padded, shape.channels, key.num_iters)
@@ -315,11 +317,6 @@ class Plan:
     def stride(self) -> int:
         """From a group's kept matrices to the next one's."""
         return slots_of(self.key.num_iters) * self.shape.padded**2 * max(self.newton_parts, 1)
-
-    @property
-    def counts(self) -> bool:
-        """Whether batches are counted."""
-        return self.key.running is not None and self.key.running[2]
 
     def workspace(self, x: Tensor, name: str, stream: int | None) -> Tensor:
         """Room for two matrices a group, and for the partial sums of all programs and later the iteration's own.
