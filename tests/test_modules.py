@@ -1,5 +1,6 @@
 """The layers keep BatchNorm's contract, and whiten."""
 
+import copy
 import inspect
 
 import pytest
@@ -362,3 +363,20 @@ def test_the_meta_device_gives_shapes():
     layer = IterNorm2d(8, group_size=3, device="meta")
     x = torch.empty(4, 8, 2, 2, device="meta")
     assert layer(x).shape == layer.eval()(x).shape == x.shape
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_a_weight_that_is_kept_elsewhere_is_found():
+    x = torch.randn(8, 6, 3, 3)
+    layer = IterNorm2d(6, group_size=3)
+    expected = 2 * copy.deepcopy(layer)(x)
+    parametrized = nn.utils.parametrize.register_parametrization(copy.deepcopy(layer), "weight", Doubled())
+    torch.testing.assert_close(parametrized(x), expected)
+    # What nn.DataParallel makes for each GPU: parameters are attributes there.
+    replica = layer._replicate_for_data_parallel()
+    replica.weight, replica.bias = 2 * layer.weight, layer.bias.clone()
+    torch.testing.assert_close(replica(x), expected)
