@@ -395,6 +395,24 @@ def test_kernels_that_cannot_run_say_why():
         functional.decorrelated_batch_norm(torch.randn(4, 65), training=True, group_size=65, impl="triton")
 
 
+def test_a_tensor_that_outlives_a_transform_is_normalized():
+    x, left = torch.randn(6, 8, 3, 3), []
+
+    def keep(t):
+        left.append(t)
+        return t.sum()
+
+    torch.func.grad(keep)(x)
+    layer = layer_for(x.shape, group_size=4, affine=False)
+    assert torch.equal(layer(left[0]), layer(x))
+
+
+def test_transforms_are_refused():
+    layer = layer_for((6, 8, 3, 3), group_size=4)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda t: layer(t).sum())(torch.randn(6, 8, 3, 3))
+
+
 def test_the_operators_keep_their_contracts():
     x, weight, bias = correlated(4, 12, 3, 3, dtype=torch.float32), torch.ones(12), torch.zeros(12)
     torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 8, 3, 1e-5, False, False))

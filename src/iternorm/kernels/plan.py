@@ -31,7 +31,8 @@ from iternorm.kernels.shapes import (
     tiles_for,
 )
 from iternorm.kernels.whiten import weight_gradient, whiten_backward, whiten_forward
-from iternorm.kernels.wide import wide_apply, wide_apply_backward, wide_moments, wide_reduce
+from iternorm.kernels.wide_apply import wide_apply, wide_apply_backward
+from iternorm.kernels.wide_moments import wide_moments, wide_reduce
 
 
 class Key(NamedTuple):
