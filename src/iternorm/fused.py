@@ -4,6 +4,8 @@ Eager code calls the kernels directly; `torch.compile` sees two operators. `iter
 imported when it is first used.
 """
 
+import importlib.metadata
+import re
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -12,8 +14,27 @@ from torch import Tensor
 
 from iternorm import groups, ops
 
-HAS_TRITON = find_spec("triton") is not None
+# The first whose launches may depend on each other.
+_LEAST_TRITON = (3, 5)
 _launch: Any = None
+
+
+def _find_no_triton() -> str | None:
+    """Why there is no Triton for the kernels, or None. It is not imported for that."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        # A build under another name, such as those of torch's nightly versions.
+        return None
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and tuple(map(int, found.groups())) < _LEAST_TRITON:
+        return f"they need triton {'.'.join(map(str, _LEAST_TRITON))} or newer, and {version} is installed"
+    return None
+
+
+NO_TRITON = _find_no_triton()
 
 
 def kernels() -> Any:
@@ -30,8 +51,8 @@ def no_kernels(x: Tensor, group_size: int, solver: str) -> str | None:
     """Why the Triton kernels cannot normalize `x`, or None."""
     if solver not in ("newton", "zca"):
         return f"the kernels compute newton's iteration and zca, not {solver!r}"
-    if not HAS_TRITON:
-        return "triton is not installed"
+    if NO_TRITON is not None:
+        return NO_TRITON
     return kernels().unsupported(x, group_size, solver)
 
 
@@ -47,7 +68,7 @@ def has_large_newton(x: Tensor, group_size: int, solver: str, num_iters: int) ->
     """
     if not x.is_cuda or solver != "newton" or x.dtype == torch.float64 or torch.compiler.is_compiling():
         return False
-    if not HAS_TRITON or num_iters < 2 or groups.effective_size(x.shape[1], group_size) < 64:
+    if NO_TRITON is not None or num_iters < 2 or groups.effective_size(x.shape[1], group_size) < 64:
         return False
     return kernels().lacking(x.device.index) is None
 

@@ -18,7 +18,7 @@ from triton import OutOfResources
 
 from checks import relative_error
 from iternorm import IterNorm2d, functional, fused, reference
-from iternorm.kernels import devices, plan, shapes
+from iternorm.kernels import devices, launcher, plan, shapes
 
 GPUS = {
     "V100": (7, 0, 98304),
@@ -82,6 +82,43 @@ def test_large_activations_in_wide_groups_are_left_to_cublas_in_fp32(gpu):
         assert functional.choose_impl("auto", x, 128, "newton") == "triton"
         assert functional.choose_impl("auto", x.new_empty(8, 1024, 14, 14), 1024, "newton") == "triton"
         assert functional.choose_impl("auto", x.new_empty(x.shape, dtype=torch.bfloat16), 1024, "newton") == "triton"
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("3.4.0", "they need triton 3.5 or newer, and 3.4.0 is installed"),
+        ("2.3.1", "they need triton 3.5 or newer, and 2.3.1 is installed"),
+        ("3.5.1", None),
+        ("3.10.0+git1234", None),
+        ("4.0.0", None),
+    ],
+)
+def test_an_old_triton_is_no_triton(version, reason, monkeypatch, gpu):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    assert fused._find_no_triton() == reason
+    monkeypatch.setattr(fused, "NO_TRITON", reason)
+    gpu("H200")
+    assert functional.choose_impl("auto", activation(), 64, "newton") == ("triton" if reason is None else "auto")
+    assert fused.has_large_newton(activation(256), 256, "newton", 5) == (reason is None)
+
+
+def test_a_launch_is_called_as_its_triton_wants():
+    def compiled(**attributes):
+        run = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0, **attributes)
+        return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+
+    # 3.5 and 3.6: straight to the launcher in C.
+    made = compiled(launch="in C", launch_cooperative_grid=False, launch_pdl=True)
+    before = ("function", False, True, None, None, "metadata", None, None, None)
+    assert launcher._call_of(made) == ("in C", before)
+    # 3.7, whose launcher in C takes a signature, and where there is scratch memory: by Triton's own call.
+    own = ("function", "metadata", None, None, None)
+    made = compiled(launch="in C", launch_cooperative_grid=False, launch_pdl=True, kernel_signature=b"")
+    assert launcher._call_of(made) == (made.run, own)
+    made = compiled(launch="in C", launch_cooperative_grid=False, launch_pdl=True)
+    made.run.global_scratch_size = 128
+    assert launcher._call_of(made) == (made.run, own)
 
 
 @pytest.mark.parametrize(("name", "follows"), [("A100", False), ("H200", True)])

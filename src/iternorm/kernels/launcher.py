@@ -121,10 +121,15 @@ def _compiled(kernel, types: tuple, constants: tuple, warps: int, device: int, e
         # Programmatic dependent launch: the kernels wait for the launch before them by themselves.
         compiled = kernel.warmup(*types, grid=(1,), **dict(constants), num_warps=warps, launch_pdl=early)
         compiled._init_handles()
-    values = tuple(value for _, value in constants)
+    return *_call_of(compiled), tuple(value for _, value in constants)
+
+
+def _call_of(compiled) -> tuple[Any, tuple]:
+    """What launches a compiled kernel, and what it takes between the stream and the kernel's arguments."""
     run, metadata = compiled.run, (compiled.packed_metadata, None, None, None)
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    if scratch or not hasattr(run, "launch_pdl"):
-        return run, (compiled.function, *metadata), values
-    # The launcher's Python wrapper only allocates scratch memory, of which there is none.
-    return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *metadata), values
+    if scratch or not hasattr(run, "launch_pdl") or hasattr(run, "kernel_signature"):
+        return run, (compiled.function, *metadata)
+    # In Triton 3.5 and 3.6 the Python around this only allocates scratch memory, of which there is none. Since 3.7 it
+    # also knows the signature.
+    return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *metadata)

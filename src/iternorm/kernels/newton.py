@@ -90,7 +90,7 @@ def stacked_product(a1, a2, a3, b1, b2, b3, c1, c2, c3, PARTS: tl.constexpr):
 
 @triton.jit
 def keep_matrix(ptr, slot, tile, a1, a2, a3, BD: tl.constexpr, PARTS: tl.constexpr):
-    parts: tl.constexpr = max(PARTS, 1)
+    parts: tl.constexpr = PARTS if PARTS > 0 else 1
     place = ptr + slot * parts * BD * BD + tile
     tl.store(place, a1)
     if PARTS > 1:
@@ -101,7 +101,7 @@ def keep_matrix(ptr, slot, tile, a1, a2, a3, BD: tl.constexpr, PARTS: tl.constex
 
 @triton.jit
 def kept_matrix(ptr, slot, tile, BD: tl.constexpr, PARTS: tl.constexpr):
-    parts: tl.constexpr = max(PARTS, 1)
+    parts: tl.constexpr = PARTS if PARTS > 0 else 1
     place = ptr + slot * parts * BD * BD + tile
     first = tl.load(place)
     second, third = first, first
