@@ -3,9 +3,9 @@
 The signatures follow `torch.nn.functional.batch_norm`. ``impl="auto"`` takes the Triton kernels on CUDA tensors in
 half, bfloat16 or single precision, for Newton's iteration with groups of up to 1024 channels (above that, and where
 cuBLAS is faster, for the iteration itself), and for ZCA with groups of up to 64, which they compute by that iteration
-run to convergence. They need an NVIDIA GPU of compute capability 8.0 or above. On the CPU it takes C kernels for
-training in single and double precision, where the machine has a C compiler and they are faster. It takes the torch path
-for the rest.
+run to convergence. They need an NVIDIA GPU of compute capability 8.0 or above, and triton 3.5. On the CPU it takes C
+kernels for training in single and double precision, where the machine has a C compiler and they are faster. It takes
+the torch path for the rest.
 ``impl="native"`` is the C kernels, and ``impl="torch"`` never takes them. ``impl="reference"`` is the paper written
 plainly. An implementation that is named and cannot run raises.
 """
