@@ -211,7 +211,8 @@ def reduce_moments(
         if SELF:
             wanted = mask
         else:
-            wanted = mask & (row == 0)
+            # A mask of one shape: the interpreter of Triton 3.9 takes no other.
+            wanted = mask & (row + tl.zeros_like(columns)[None, :] == 0)
         s = tl.load(sums_ptr + slot[:, None] * BD + columns[None, :], mask=wanted, other=0.0)
         if SELF:
             count = tl.maximum(tl.minimum(M - p * samples_per_program, samples_per_program), 0).to(tl.float32)

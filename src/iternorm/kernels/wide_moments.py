@@ -46,7 +46,8 @@ def pilot_of(
     pilot = tl.zeros([BC], dtype=tl.float32)
     for k in tl.static_range(PILOTS):
         offset = sample_offset(first + k, L, C, ROWS, BIG)
-        there = first + k < last
+        # A mask of one shape: the interpreter of Triton 3.9 takes no other.
+        there = first + k + tl.zeros_like(channels) < last
         pilot += tl.load(x_ptr + offset + channels, mask=valid & there, other=0.0).to(tl.float32)
     pilot = pilot / tl.minimum(last - first, PILOTS).to(tl.float32)
     if PARTS == 1:
