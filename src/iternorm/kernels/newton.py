@@ -16,7 +16,7 @@ the backward's products take them from shared memory as they come.
 import triton
 import triton.language as tl
 
-from iternorm.kernels.products import above, in_parts
+from iternorm.kernels.products import above, dot_of_parts, in_parts
 
 
 @triton.jit
@@ -57,24 +57,7 @@ def split(a, PARTS: tl.constexpr):
 @triton.jit
 def product(a1, a2, a3, b1, b2, b3, PARTS: tl.constexpr):
     """a b of matrices in parts, in fp32."""
-    return add_product(tl.zeros([a1.shape[0], b1.shape[1]], dtype=tl.float32), a1, a2, a3, b1, b2, b3, PARTS)
-
-
-@triton.jit
-def add_product(acc, a1, a2, a3, b1, b2, b3, PARTS: tl.constexpr):
-    """acc + a b of matrices in parts, in fp32."""
-    if PARTS == 0:
-        acc = tl.dot(a1, b1, acc, input_precision="ieee")
-    else:
-        if PARTS == 3:
-            acc = tl.dot(a1, b3, acc)
-            acc = tl.dot(a3, b1, acc)
-            acc = tl.dot(a2, b2, acc)
-        if PARTS > 1:
-            acc = tl.dot(a1, b2, acc)
-            acc = tl.dot(a2, b1, acc)
-        acc = tl.dot(a1, b1, acc)
-    return acc
+    return dot_of_parts(a1, a2, a3, b1, b2, b3, tl.zeros([a1.shape[0], b1.shape[1]], dtype=tl.float32), PARTS)
 
 
 @triton.jit
@@ -193,7 +176,7 @@ def differentiate(
             d1, d2, d3 = split(d_residual, PARTS)
             e1, e2, e3 = split(d_iterate, PARTS)
             mixed = product(e1, e2, e3, n1, n2, n3, PARTS)
-            mixed = add_product(mixed, z1, z2, z3, d1, d2, d3, PARTS)
+            mixed = dot_of_parts(z1, z2, z3, d1, d2, d3, mixed, PARTS)
             d_iterate = 1.5 * d_iterate - 0.5 * mixed
         if T > 1:
             d_iterate *= 1.0 / scale

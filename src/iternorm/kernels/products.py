@@ -41,17 +41,11 @@ def above(a, b):
 
 
 @triton.jit
-def split_dot(a, b, acc, PARTS: tl.constexpr):
-    """acc + a b for fp32 a and b as products of `PARTS` bfloat16 parts each, in fp32; 0 is one product in fp32.
-
-    Two parts (three products) are good to 2^-16, better than TF32; three (six products) to fp32's own rounding. Tensor
-    cores take bfloat16 operands in either memory order, TF32 only in one.
-    """
+def dot_of_parts(a1, a2, a3, b1, b2, b3, acc, PARTS: tl.constexpr):
+    """acc + a b of matrices in parts, the small products first, in fp32; 0 is one product in fp32."""
     if PARTS == 0:
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = tl.dot(a1, b1, acc, input_precision="ieee")
     else:
-        a1, a2, a3 = in_parts(a, PARTS)
-        b1, b2, b3 = in_parts(b, PARTS)
         if PARTS == 3:
             acc = tl.dot(a1, b3, acc)
             acc = tl.dot(a3, b1, acc)
@@ -60,6 +54,22 @@ def split_dot(a, b, acc, PARTS: tl.constexpr):
             acc = tl.dot(a1, b2, acc)
             acc = tl.dot(a2, b1, acc)
         acc = tl.dot(a1, b1, acc)
+    return acc
+
+
+@triton.jit
+def split_dot(a, b, acc, PARTS: tl.constexpr):
+    """acc + a b for fp32 a and b as products of `PARTS` bfloat16 parts each, in fp32; 0 is one product in fp32.
+
+    Two parts (three products) are good to 2^-16, better than TF32; three (six products) to fp32's own rounding. Tensor
+    cores take bfloat16 operands in either memory order, TF32 only in one.
+    """
+    if PARTS == 0:
+        acc = dot_of_parts(a, a, a, b, b, b, acc, PARTS)
+    else:
+        a1, a2, a3 = in_parts(a, PARTS)
+        b1, b2, b3 = in_parts(b, PARTS)
+        acc = dot_of_parts(a1, a2, a3, b1, b2, b3, acc, PARTS)
     return acc
 
 

@@ -35,7 +35,7 @@ def matrix_block(ptr, rows, columns, D: tl.constexpr, WHOLE: tl.constexpr, ROWS:
 
 
 @triton.jit
-def add_product(tile, matrix, acc, ROWS: tl.constexpr, PARTS: tl.constexpr):
+def add_block(tile, matrix, acc, ROWS: tl.constexpr, PARTS: tl.constexpr):
     """acc + matrix tile for a block; 16-bit tiles of one part go in as they are.
 
     Tensor cores cut off what they add to: in three parts blocks are added up outside of them.
@@ -51,14 +51,6 @@ def add_product(tile, matrix, acc, ROWS: tl.constexpr, PARTS: tl.constexpr):
     else:
         acc = on_channels(matrix, tile, acc, ROWS, PARTS)
     return acc
-
-
-@triton.jit
-def as_rounded(matrix, PARTS: tl.constexpr):
-    """What a product in these parts takes a matrix for, as far as its own offset is concerned."""
-    if PARTS == 1:
-        matrix = matrix.to(tl.bfloat16).to(tl.float32)
-    return matrix
 
 
 @triton.jit
@@ -97,7 +89,7 @@ def wide_forward_tile(
         if PARTS != 1:
             mean = tl.load(mean_ptr + features, mask=valid, other=0.0).to(tl.float32)
             x = shifted(x, mean, start, last, valid, BL, ROWS, FULL)
-        y = add_product(x, matrix, y, ROWS, PARTS)
+        y = add_block(x, matrix, y, ROWS, PARTS)
     y = y * along_channels(scale, ROWS) + along_channels(offset, ROWS)
     if RELU:
         # A NaN stays one.
@@ -153,7 +145,7 @@ def wide_apply(
             mean = tl.load(mean_ptr + of_depth, mask=there, other=0.0).to(tl.float32)
             columns = depth + tl.arange(0, BC)
             matrix = load_block(whitening_ptr, block * BC + tl.arange(0, BC), columns, D, WHOLE)
-            taken += tl.sum(as_rounded(matrix, PARTS) * mean[None, :], 1)
+            taken += tl.sum(matrix.to(tl.bfloat16).to(tl.float32) * mean[None, :], 1)
         offset -= scale * taken
     first = program * tiles_per_program * BL
     last = tl.minimum(first + tiles_per_program * BL, M)
@@ -239,8 +231,8 @@ def wide_backward_tile(
             grad = grad.to(tl.float32)
             mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
             x = shifted(x, mean, start, last, valid, BL, ROWS, FULL)
-        dx = add_product(grad, matrix, dx, ROWS, PARTS)
-        dx = add_product(x, second, dx, ROWS, PARTS)
+        dx = add_block(grad, matrix, dx, ROWS, PARTS)
+        dx = add_block(x, second, dx, ROWS, PARTS)
     dx += along_channels(offset, ROWS)
     _, valid, channels = channels_of(group, C, L, D, BC, ROWS, block * BC)
     store_tile(tile_pointers(dx_ptr, samples, channels, ROWS), dx, start, last, valid, BL, ROWS, FULL, WHOLE)
@@ -293,7 +285,7 @@ def wide_apply_backward(
         if PARTS == 1:
             mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
             second = load_block(second_ptr, rows, columns, BD, True)
-            offset -= tl.sum(as_rounded(second, PARTS) * mean[None, :], 1)
+            offset -= tl.sum(second.to(tl.bfloat16).to(tl.float32) * mean[None, :], 1)
     first = program * tiles_per_program * BL
     last = tl.minimum(first + tiles_per_program * BL, M)
     middle = first + (last - first) // BL * BL
