@@ -104,17 +104,22 @@ def whiten_fused(
     Under `torch.compile` the statistics are updated by ordinary operations, which the compiler joins.
     """
     if not torch.compiler.is_compiling():
-        if torch._C._are_functorch_transforms_active():
-            return _WhitenEager.apply(x, weight, bias, settings, statistics)  # pyright: ignore[reportReturnType]
-        # What is left of it without transforms, in half the time.
-        x = torch._C._functorch.unwrap_if_dead(x)  # pyright: ignore[reportAttributeAccessIssue]
-        return _apply_eager(x, weight, bias, settings, statistics)
+        return whiten_eagerly(x, weight, bias, settings, statistics)
     y, state = _WhitenCompiled.apply(x, weight, bias, settings)  # pyright: ignore[reportGeneralTypeIssues]
     if statistics is not None:
         mean, covariance, whitening = kernels().views(state, x.shape[1], settings.group_size, settings.steps)
         size = whitening.shape[-1]
         ops.update_running(statistics, mean, covariance[:, :size, :size], whitening)
     return y
+
+
+def whiten_eagerly(x, weight, bias, settings: Settings, statistics: ops.Running | None) -> Tensor:
+    """`whiten_fused` where no graph is recorded."""
+    if torch._C._are_functorch_transforms_active():
+        return _WhitenEager.apply(x, weight, bias, settings, statistics)  # pyright: ignore[reportReturnType]
+    # What is left of it without transforms, in half the time.
+    x = torch._C._functorch.unwrap_if_dead(x)  # pyright: ignore[reportAttributeAccessIssue]
+    return _apply_eager(x, weight, bias, settings, statistics)
 
 
 class _WhitenEager(torch.autograd.Function):
@@ -126,8 +131,10 @@ class _WhitenEager(torch.autograd.Function):
         group_size, solver, num_iters, eps, relu = settings
         exact = solver == "zca"
         steps = ZCA_STEPS if exact else num_iters
-        with found.on_device(x.device):
-            y, state, ctx.plan = found.forward(x, weight, bias, group_size, steps, eps, statistics, exact, relu)
+        if found.is_elsewhere(x.device):
+            with torch.cuda.device(x.device):
+                return _WhitenEager.forward(ctx, x, weight, bias, settings, statistics)
+        y, state, ctx.plan = found.forward(x, weight, bias, group_size, steps, eps, statistics, exact, relu)
         ctx.save_for_backward(x, weight, bias, state, y if relu else None)
         ctx.settings = settings
         return y
@@ -142,7 +149,9 @@ class _WhitenEager(torch.autograd.Function):
             return *ops.differentiable_backward(grad, (x, weight, bias), needs[:3], ctx.settings[:4]), None, None
         # Autograd has made the device of the gradient the current one.
         gradients = kernels().backward(grad, x, weight, state, ctx.plan, ctx.settings.eps, needs[0], output)
-        return *_wanted(gradients, weight, bias, needs), None, None
+        if ctx.plan.casts or not (needs[0] and needs[1] and needs[2]):
+            gradients = _wanted(gradients, weight, bias, needs)
+        return *gradients, None, None
 
 
 _apply_eager: Any = super(torch.autograd.Function, _WhitenEager).apply  # pyright: ignore[reportAttributeAccessIssue]

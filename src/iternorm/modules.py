@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from iternorm import checkpoints, functional, groups, ops, plain
+from iternorm import checkpoints, functional, fused, groups, ops, plain
 
 RUNNING = ("whitening", "covariance")
 
@@ -62,6 +62,8 @@ class WhiteningNorm(nn.Module):
     # The attributes that were checked last, and the shape of running matrices that follows from them.
     _checked: tuple | None = None
     _matrix_shape: tuple[int, int, int] = (0, 0, 0)
+    # `_facts` of the last batch that went to the fused kernels, and what they were asked for.
+    _fused: tuple[tuple, fused.Settings] | None = None
 
     def __init__(
         self,
@@ -144,28 +146,26 @@ class WhiteningNorm(nn.Module):
         return ops.inverse_sqrt(matrix, self.num_features, size, self.solver, self.num_iters, self.eps)[0]
 
     def forward(self, input: Tensor) -> Tensor:
-        functional.check_input(input)
-        self._check_input_dim(input)
-        if input.shape[1] != self.num_features:
-            raise ValueError(
-                f"expected an input of {self.num_features} channels (num_features), got {input.shape[1]}: "
-                f"shape {list(input.shape)}"
-            )
         weight, bias, mean, matrix, count = self._tensors()
-        settings = (self.num_features, self.eps, self.momentum, self.group_size, self.impl, self.activation)
-        if settings != self._checked:
-            self._check_attributes()
-        if matrix is not None and matrix.shape != self._matrix_shape:
-            raise ValueError(
-                f"running_{self.running} has shape {list(matrix.shape)}; {self.num_features} channels with "
-                f"group_size={self.group_size} need {list(self._matrix_shape)}"
-            )
         training = self.training
         # As in BatchNorm: running statistics are updated in training if they are kept, and used in eval if they exist.
         batch_statistics = training or mean is None
         statistics = None
         if mean is not None and (self.track_running_stats or not batch_statistics):
             statistics = ops.Running(mean, matrix, count, self.momentum, self.running == "covariance")
+        # A compiler is not shown what changes from call to call: it would compile again.
+        eager = not torch.compiler.is_compiling()
+        if eager and self._fused is not None and type(input) is Tensor:
+            facts, settings = self._fused
+            if facts == self._facts(input, weight, bias, mean, matrix):
+                # Like the batch before, for which all that follows has been gone through.
+                return fused.whiten_eagerly(input, weight, bias, settings, statistics)
+        self._check(input, weight, bias, mean, matrix)
+        group_size, group = self._matrix_shape[1], self._process_group(input) if training else None
+        impl = self.impl if group is not None else functional.choose_impl(self.impl, input, group_size, self.solver)
+        if impl == "triton" and training and eager:
+            settings = fused.Settings(group_size, self.solver, self.num_iters, self.eps, self.activation is not None)
+            self._fused = self._facts(input, weight, bias, mean, matrix), settings
         return functional.normalize(
             input,
             statistics,
@@ -173,13 +173,57 @@ class WhiteningNorm(nn.Module):
             bias,
             batch_statistics,
             self.eps,
-            self._matrix_shape[1],
+            group_size,
+            self.solver,
+            self.num_iters,
+            impl,
+            self.activation,
+            group,
+        )
+
+    def _facts(self, input: Tensor, weight, bias, mean, matrix) -> tuple:
+        """All that `_check` looks at, and that the choice of the fused kernels depends on."""
+        return (
+            input.shape,
+            input.dtype,
+            input.device,
+            None if weight is None else weight.numel(),
+            None if bias is None else bias.numel(),
+            None if mean is None else mean.numel(),
+            None if matrix is None else matrix.shape,
+            self.training,
+            self.num_features,
+            self.eps,
+            self.momentum,
+            self.group_size,
             self.solver,
             self.num_iters,
             self.impl,
             self.activation,
-            self._process_group(input) if training else None,
+            self._process_group(input),
         )
+
+    def _check(self, input: Tensor, weight, bias, mean, matrix) -> None:
+        functional.check_input(input)
+        self._check_input_dim(input)
+        if input.shape[1] != self.num_features:
+            raise ValueError(
+                f"expected an input of {self.num_features} channels (num_features), got {input.shape[1]}: "
+                f"shape {list(input.shape)}"
+            )
+        settings = (self.num_features, self.eps, self.momentum, self.group_size, self.impl, self.activation)
+        if settings != self._checked:
+            self._check_attributes()
+        for name, vector in (("weight", weight), ("bias", bias), ("running_mean", mean)):
+            if vector is not None and vector.numel() != self.num_features:
+                raise ValueError(
+                    f"{name} has shape {list(vector.shape)}; {self.num_features} channels need [{self.num_features}]"
+                )
+        if matrix is not None and matrix.shape != self._matrix_shape:
+            raise ValueError(
+                f"running_{self.running} has shape {list(matrix.shape)}; {self.num_features} channels with "
+                f"group_size={self.group_size} need {list(self._matrix_shape)}"
+            )
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
         """Weight, bias, running mean, running matrix and the counter of batches."""

@@ -60,7 +60,7 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
     )
     for name in (*names, *iterates):
         launch = made.launches[name]
-        print(name, launch.constants.get("BL"), launch.constants.get("STAGES"), launch._call.metadata.shared)
+        print(name, launch.constants.get("BL"), launch.constants.get("STAGES"), launch.prepared[0].metadata.shared)
 
 
 if __name__ == "__main__":

@@ -524,3 +524,17 @@ def test_a_view_that_is_not_aligned_is_normalized_too():
     assert worst(errors(layer_for(x.shape), x, torch.randn_like(x))) < 2e-6
     y = layer_for(x.shape, affine=True)(x)
     assert y.isfinite().all()
+
+
+def test_a_layer_that_was_used_may_move_and_change_its_dtype(precision):
+    layer, x = layer_for((16, 64, 8, 8), impl="auto"), activation((16, 64, 8, 8), torch.float32)
+    precision("high")
+    expected = layer(x).cpu()
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32), ("cuda", torch.float32)):
+        layer.to(device, dtype)
+        y = [layer(x.to(device)) for _ in range(2)][-1]
+        assert y.device.type == device
+        # bfloat16 has rounded the weight and the bias for good.
+        assert relative_error(y.cpu(), expected) < 1e-2
+    precision("highest")
+    assert not torch.equal(layer(x), y)

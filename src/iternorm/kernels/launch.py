@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from iternorm.kernels.devices import lacking
-from iternorm.kernels.launcher import on_device
+from iternorm.kernels.launcher import is_elsewhere, on_device
 from iternorm.kernels.plan import Plan, plan_for
 from iternorm.kernels.shapes import (
     by_cublas,
@@ -30,6 +30,7 @@ __all__ = [
     "dense",
     "forward",
     "infer",
+    "is_elsewhere",
     "lacking",
     "newton_parts",
     "on_device",
@@ -43,13 +44,8 @@ __all__ = [
 ]
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _pointers(quick: bool) -> tuple[Any, int | None]:
-    """How a tensor is passed to a kernel, by address or for Triton as it is, and what stands for an absent one."""
-    return (Tensor.data_ptr, 0) if quick else (_itself, None)
+# Of `iternorm.ops.Running`, where none is kept.
+_NOT_RUNNING = (None, None, None, None, None)
 
 
 def _given(plan: Plan, *tensors: Tensor | None) -> tuple[int | None, Any]:
@@ -68,23 +64,21 @@ def _given(plan: Plan, *tensors: Tensor | None) -> tuple[int | None, Any]:
     return None, tensors
 
 
-def _parts_of(state: Tensor, plan: Plan, quick: bool) -> tuple:
-    """Mean, variance, counter, covariance, whitening and iterates in the state: addresses, or tensors for Triton."""
-    at = plan.at
-    if quick:
-        base = state.data_ptr()
+def _parts_of(state: Any, plan: Plan) -> tuple:
+    """Mean, variance, counter, covariance, whitening and iterates in the state: addresses if it is one, or tensors."""
+    if isinstance(state, int):
         # Written out: a loop here costs as much as a launch.
-        mean, variance, batches, covariance, whitening, iterates, _ = at
+        mean, variance, batches, covariance, whitening, iterates, _ = plan.at
         return (
-            base + 4 * mean,
-            base + 4 * variance,
-            base + 4 * batches,
-            base + 4 * covariance,
-            base + 4 * whitening,
-            base + 4 * iterates,
+            state + 4 * mean,
+            state + 4 * variance,
+            state + 4 * batches,
+            state + 4 * covariance,
+            state + 4 * whitening,
+            state + 4 * iterates,
         )
     # Where there are no iterates their part is empty, and any memory will do for it.
-    slices = [state[offset if offset < at.size else 0 :] for offset in at[:-1]]
+    slices = [state[offset if offset < plan.at.size else 0 :] for offset in plan.at[:-1]]
     slices[2], slices[5] = slices[2][:2].view(torch.int64), slices[5].view(plan.kept)
     return tuple(slices)
 
@@ -104,32 +98,37 @@ def forward(
     if plan.copied:
         x = placed(x, group_size)
         plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu)
-    mean: Any
-    mean, matrix, num_batches, momentum, _ = running or (None, None, None, None, None)
-    stream, given = _given(plan, x, weight, bias, mean, matrix)
-    source, scale, shift, *buffers = given
-    quick = stream is not None
-    ptr, absent = _pointers(quick)
+    running_mean: Any
+    running_mean, running_matrix, num_batches, momentum, _ = running or _NOT_RUNNING
     state = (x.new_zeros if zeroed else x.new_empty)(plan.at.size, dtype=torch.float32)
     y = torch.empty_like(x)
-    partials = ptr(plan.workspace(x, "moments", stream))
-    batch_mean, variance, batches, covariance, whitening, iterates = _parts_of(state, plan, quick)
+    stream, given = _given(plan, x, y, state, weight, bias, running_mean, running_matrix)
+    source, target, saved, scale, shift, mean, matrix = given
+    partials: Any = plan.workspace(x, "moments", stream)
+    absent, counter = None, num_batches
+    if stream is not None:
+        absent, partials = 0, partials.data_ptr()
+        counter = num_batches.data_ptr() if plan.counts else absent
+    batch_mean, variance, batches, covariance, whitening, iterates = _parts_of(saved, plan)
+    if not plan.counts:
+        batches = absent
     moments = (source, source, absent, absent, partials)
-    counter, batches = (ptr(num_batches), batches) if plan.counts else (absent, absent)
     reduction = (partials, covariance, batch_mean, variance, counter, batches)
     rate = 0.0 if momentum is None else momentum
     if plan.iteration is None:
-        statistics = (covariance, batch_mean, variance, whitening, iterates)
-        whitened = (source, ptr(y), *statistics, scale, shift, *buffers, counter, batches, eps, rate)
+        whitened = (
+            source, target, covariance, batch_mean, variance, whitening, iterates, scale, shift, mean, matrix,
+            counter, batches, eps, rate,
+        )  # fmt: skip
         plan.run(stream, ("moments", "reduce", "whiten"), (moments, reduction, whitened))
     else:
         # The partial sums have been read by then, and leave their room to the iteration.
         calls = plan.iteration.forward(covariance, whitening, iterates, partials, eps)
         if running is not None:
             batch = (covariance, whitening, batch_mean, variance)
-            calls.append(plan.iteration.blend(*batch, tuple(buffers), counter, batches, rate))
+            calls.append(plan.iteration.blend(*batch, (mean, matrix), counter, batches, rate))
         names, arguments = zip(*calls, strict=True)
-        application = (source, ptr(y), whitening, batch_mean, scale, shift)
+        application = (source, target, whitening, batch_mean, scale, shift)
         plan.run(stream, ("moments", "reduce", *names, "apply"), (moments, reduction, *arguments, application))
     return (y.contiguous() if turned else y), state, plan
 
@@ -148,27 +147,23 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
     if turned and output is not None:
         output = torch.empty_like(x).copy_(output)
     shape = plan.shape
-    stream, given = _given(plan, x, grad, weight, output)
-    source, gradient, scale, passing = given
-    quick = stream is not None
-    ptr, absent = _pointers(quick)
     grad_bias = x.new_empty(shape.channels, dtype=torch.float32)
     grad_weight = None if weight is None else torch.empty_like(grad_bias)
-    workspace = plan.workspace(x, "cross_moments", stream)
+    dx = torch.empty_like(x) if needs_input else None
+    stream, given = _given(plan, x, grad, output, state, dx, weight, grad_weight, grad_bias)
+    source, gradient, passing, saved, target, scale, scale_gradient, grad_sum = given
+    cross: Any = plan.workspace(x, "cross_moments", stream)
     # The first part of the workspace is for the reduced matrix and for B, the rest for the partials.
     half = shape.num_groups * shape.padded**2
-    if quick:
-        cross = workspace.data_ptr()
-        second, partials = cross + 4 * half, cross + 8 * half
+    if stream is not None:
+        cross = cross.data_ptr()
+        absent, second, partials = 0, cross + 4 * half, cross + 8 * half
     else:
-        cross, second, partials = workspace, workspace[half:], workspace[2 * half :]
-    grad_sum = ptr(grad_bias)
-    mean, _, _, covariance, whitening, iterates = _parts_of(state, plan, quick)
-    scale_gradient = absent if grad_weight is None else ptr(grad_weight)
-    dx = torch.empty_like(x) if needs_input else None
+        absent, second, partials = None, cross[half:], cross[2 * half :]
+    mean, _, _, covariance, whitening, iterates = _parts_of(saved, plan)
     names = ("cross_moments", "cross_reduce")
     arguments = ((gradient, source, passing, mean, partials), (partials, cross, grad_sum, absent, absent, absent))
-    activations = (gradient, source, passing, absent if dx is None else ptr(dx))
+    activations = (gradient, source, passing, target)
     if plan.iteration is None:
         if needs_input:
             statistics = (cross, covariance, mean, whitening, iterates, grad_sum)

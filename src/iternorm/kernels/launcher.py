@@ -14,13 +14,15 @@ import torch
 from iternorm.kernels.devices import device_of
 from iternorm.kernels.shapes import INTERPRETED
 
-_NO_CHANGE = nullcontext()
-
 
 def on_device(device: torch.device):
     """Kernels are launched on the current device: make it this one where it is another."""
-    same = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
-    return _NO_CHANGE if same else torch.cuda.device(device)
+    return torch.cuda.device(device) if is_elsewhere(device) else nullcontext()
+
+
+def is_elsewhere(device: torch.device) -> bool:
+    """Whether the current device is another GPU than this one."""
+    return device.type == "cuda" and device.index != torch._C._cuda_getDevice()
 
 
 class Launch:
@@ -59,7 +61,6 @@ class Launch:
     ):
         self.kernel = kernel
         self.grid = grid
-        self._grid = (*grid, 1)
         self.integers = integers
         self.constants = constants
         self.warps = warps
@@ -72,16 +73,16 @@ class Launch:
             call, before, after = _compiled(
                 kernel, types, (*constants.items(), ("PDL", follows)), warps, device.index, early and follows
             )
-            self._call = call
-            self._before = before
-            self._after = (*integers, *after)
+            # What is called, and with what: the grid, then the stream, then this, the values, and this.
+            self.prepared = call, (*grid, 1), before, (*integers, *after)
 
     def __call__(self, stream: int | None, values: tuple) -> None:
         """Launch on `stream` with addresses and floats, or with None through Triton with tensors."""
         if stream is None:
             self.kernel[self.grid](*values, *self.integers, **self.constants, PDL=False, num_warps=self.warps)
         else:
-            self._call(*self._grid, stream, *self._before, *values, *self._after)
+            call, grid, before, after = self.prepared
+            call(*grid, stream, *before, *values, *after)
 
 
 class Launches:
@@ -94,7 +95,7 @@ class Launches:
     def __init__(self, make: Callable[[str], Launch]):
         self._make = make
         self._made: dict[str, Launch] = {}
-        self._chains: dict[tuple[str, ...], tuple[Launch, ...]] = {}
+        self._chains: dict[tuple[str, ...], tuple[tuple, ...]] = {}
 
     def __getitem__(self, name: str) -> Launch:
         found = self._made.get(name)
@@ -107,11 +108,16 @@ class Launches:
 
         On a stream a pointer is an address, and 0 where it is absent; without one a tensor or None, for Triton.
         """
+        if stream is None:
+            for name, values in zip(names, arguments, strict=True):
+                self[name](None, values)
+            return
         chain = self._chains.get(names)
         if chain is None:
-            chain = self._chains[names] = tuple(self[name] for name in names)
-        for launch, values in zip(chain, arguments, strict=True):
-            launch(stream, values)
+            chain = self._chains[names] = tuple(self[name].prepared for name in names)
+        # Not by `Launch.__call__`: a function in Python between costs a sixth of a launch.
+        for (call, grid, before, after), values in zip(chain, arguments, strict=True):
+            call(*grid, stream, *before, *values, *after)
 
 
 @functools.cache
