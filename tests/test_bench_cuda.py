@@ -1,5 +1,6 @@
 """The GPU's contest without a GPU: which rivals run where, and the bookkeeping."""
 
+import itertools
 import json
 from functools import partial
 
@@ -56,7 +57,7 @@ def test_a_case_times_both_layouts_of_all_rivals_and_takes_ratios():
     activation_bytes = 4 * 6 * 8 * 4 * 4
     assert case["floor_ms"] == pytest.approx(8 * activation_bytes / 4000e9 * 1e3)
     assert ours["graph_samples_ms"] == [1.0] * 4
-    assert ours["eager_samples_ms"] == [2.0] * 4
+    assert ours["eager_samples_ms"] == [2.0] * 4 * contest.SMALL_ROUNDS
     assert ours["gb_per_s"] == pytest.approx(8 * activation_bytes / 1e-3 / 1e9)
     assert ours["ratio_to_floor"] == pytest.approx(1 / case["floor_ms"])
     assert ours["ratio_to_convolution"] == 1
@@ -87,7 +88,9 @@ def test_rounds_are_interleaved_and_memory_comes_before_graphs():
     rounds = [replays[i : i + 6] for i in range(0, len(replays), 6)]
     assert len(rounds) == contest.WARMUP_ROUNDS + 3
     assert all(len(set(keys)) == 6 for keys in rounds)
-    assert rounds[-1] == [*rounds[-2][1:], rounds[-2][0]]
+    # Nobody always follows the same rival.
+    followers = {pair for keys in rounds for pair in itertools.pairwise(keys)}
+    assert len({first for first, second in followers if second == rounds[0][1]}) > 1
 
 
 def test_only_the_exact_rival_runs_without_tf32_and_the_setting_is_restored():

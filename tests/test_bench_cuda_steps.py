@@ -34,11 +34,15 @@ def test_a_replay_is_timed_after_an_untimed_one(fake_cuda):
 
 
 def test_eager_time_is_that_of_one_step(fake_cuda, monkeypatch):
-    clock = iter([10.0, 10.5])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    steps = []
-    assert timing.Gpu("cpu").eager_ms(lambda: steps.append(1), 5) == pytest.approx(100.0)
-    assert len(steps) == 5
+    clock, log = iter([10.0, 10.5]), []
+
+    def read_clock():
+        log.append("clock")
+        return next(clock)
+
+    monkeypatch.setattr(timing.time, "perf_counter", read_clock)
+    assert timing.Gpu("cpu").eager_ms(lambda: log.append("step"), 5) == pytest.approx(100.0)
+    assert log == ["step"] * 2 + ["clock"] + ["step"] * 5 + ["clock"]
 
 
 def test_peak_memory_counts_workspaces_and_subtracts_what_was_there(fake_cuda, monkeypatch):
