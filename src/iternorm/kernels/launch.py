@@ -45,7 +45,7 @@ __all__ = [
 
 
 # Of `iternorm.ops.Running`, where none is kept.
-_NOT_RUNNING = (None, None, None, None, None)
+_NOT_RUNNING: Any = (None,) * 5
 
 
 def _given(plan: Plan, *tensors: Tensor | None) -> tuple[int | None, Any]:
@@ -98,7 +98,6 @@ def forward(
     if plan.copied:
         x = placed(x, group_size)
         plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu)
-    running_mean: Any
     running_mean, running_matrix, num_batches, momentum, _ = running or _NOT_RUNNING
     state = (x.new_zeros if zeroed else x.new_empty)(plan.at.size, dtype=torch.float32)
     y = torch.empty_like(x)
