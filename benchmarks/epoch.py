@@ -45,9 +45,10 @@ def main() -> None:
             row = {"norm": norm, "precision": precision, "median_s": statistics.median(seconds[1:] or seconds)}
             rows.append({**row, "eager": arguments.eager, "seconds": seconds, **last})
             print(f"{norm:18} {precision:5} {row['median_s']:6.2f} s an epoch  {last}", flush=True)
-    if arguments.json is not None:
-        result = {"provenance": provenance(arguments.device), "batch_size": 256, "rows": rows}
-        write_text_atomically(arguments.json, json.dumps(result, indent=1) + "\n")
+            if arguments.json is not None:
+                # After each, so that a run that is cut short leaves what it has.
+                result = {"provenance": provenance(arguments.device), "batch_size": 256, "rows": rows}
+                write_text_atomically(arguments.json, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
