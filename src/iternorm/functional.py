@@ -183,6 +183,7 @@ def _normalize(
         statistics = ops.Running(
             running_mean, running_matrix, num_batches_tracked, momentum, running_covariance is not None
         )
+    impl = choose_impl(impl, x, size, solver)
     return normalize(x, statistics, weight, bias, training, eps, size, solver, num_iters, impl, activation)
 
 
@@ -200,15 +201,11 @@ def normalize(
     activation: str | None = None,
     process_group: collective.Group | None = None,
 ) -> Tensor:
-    """What a layer calls, its arguments checked: choose the implementation and run it.
+    """What a layer calls, its arguments checked.
 
-    `group_size` is that of a full group (`groups.effective_size`). With a process group, which the fused kernels do not
-    know, the statistics are those of the batches of all its ranks.
+    `group_size` is that of a full group (`groups.effective_size`), `impl` what `choose_impl` says. With a process group
+    the statistics are those of the batches of all its ranks.
     """
-    if process_group is None or impl == "native":
-        impl = choose_impl(impl, x, group_size, solver)
-    elif impl != "auto":
-        impl = "torch"
     if not training and statistics is not None:
         with torch.no_grad():
             dtype = plain.compute_dtype(x.dtype)
@@ -298,8 +295,15 @@ def check_activation(activation: str | None) -> None:
         raise ValueError(f'activation={activation!r} is not known; use "relu", or None and a module after the layer')
 
 
-def choose_impl(impl: str, x: Tensor, group_size: int, solver: str) -> str:
-    """What `impl` means for this input: "auto" is the Triton kernels, or left to the verbs (see `iternorm.ops`)."""
+def choose_impl(
+    impl: str, x: Tensor, group_size: int, solver: str, process_group: collective.Group | None = None
+) -> str:
+    """What `impl` means for this input: "auto" is the Triton kernels, or left to the verbs (see `iternorm.ops`).
+
+    The Triton kernels do not know a process group.
+    """
+    if process_group is not None and impl != "native":
+        return "auto" if impl == "auto" else "torch"
     if impl == "triton":
         reason = fused.no_kernels(x, group_size, solver)
         if reason is not None:

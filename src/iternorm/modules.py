@@ -162,11 +162,8 @@ class WhiteningNorm(nn.Module):
                 return fused.whiten_eagerly(input, weight, bias, settings, statistics)
         self._check(input, weight, bias, mean, matrix)
         group_size, group = self._matrix_shape[1], self._process_group(input) if training else None
-        impl = self.impl if group is not None else functional.choose_impl(self.impl, input, group_size, self.solver)
-        if impl == "triton" and training and eager:
-            settings = fused.Settings(group_size, self.solver, self.num_iters, self.eps, self.activation is not None)
-            self._fused = self._facts(input, weight, bias, mean, matrix), settings
-        return functional.normalize(
+        impl = functional.choose_impl(self.impl, input, group_size, self.solver, group)
+        output = functional.normalize(
             input,
             statistics,
             weight,
@@ -180,6 +177,10 @@ class WhiteningNorm(nn.Module):
             self.activation,
             group,
         )
+        if impl == "triton" and training and eager:
+            settings = fused.Settings(group_size, self.solver, self.num_iters, self.eps, self.activation is not None)
+            self._fused = self._facts(input, weight, bias, mean, matrix), settings
+        return output
 
     def _facts(self, input: Tensor, weight, bias, mean, matrix) -> tuple:
         """All that `_check` looks at, and that the choice of the fused kernels depends on."""
