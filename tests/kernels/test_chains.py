@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
-from iternorm import ops
+from iternorm import IterNorm2d, ops
 from iternorm.kernels import iteration, launch, launcher, plan, shapes
 
 # Since torch 2.9.
@@ -72,6 +73,82 @@ def test_the_iteration_alone_is_one_chain_each_way(num_iters, monkeypatch):
         iteration.solve_backward(covariance, covariance, whitening, saved, num_iters)
     assert [len(names) for names in chains] == [max(1, 3 * num_iters - 2), max(2, 3 * num_iters - 1)]
     assert operations.names <= MEMORY
+
+
+def test_a_chain_on_a_stream_is_called_as_it_was_prepared():
+    calls, made = [], []
+
+    def make(name):
+        made.append(name)
+        # What is called, the grid, and what goes before and after the values.
+        prepared = (lambda *args: calls.append((name, *args)), (8, 2, 1), ("before",), ("after",))
+        return SimpleNamespace(prepared=prepared)
+
+    launches = launcher.Launches(make)
+    for _ in range(2):
+        launches.run(7, ("first", "second"), ((0, 16), (32, 1e-5)))
+    assert made == ["first", "second"]
+    assert calls == 2 * [
+        ("first", 8, 2, 1, 7, "before", 0, 16, "after"),
+        ("second", 8, 2, 1, 7, "before", 32, 1e-5, "after"),
+    ]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """As on a GPU, but that nothing runs: the launches on a stream, each with what its kernel takes and was given."""
+    found = []
+
+    def prepared(self):
+        names = self.kernel.arg_names[: -len(self.integers) - len(self.constants) - 1]
+        return lambda *args: found.append((self.kernel.__name__, names, args)), self.grid, (), ()
+
+    monkeypatch.setattr(launcher.Launch, "prepared", property(prepared), raising=False)
+    monkeypatch.setattr(plan.Plan, "stream", lambda self: 7)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "_workspaces", {})
+    return found
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("size", [16, 64, 128, 192])
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"activation": "relu"},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"momentum": None},
+        {"running": "covariance"},
+        {"num_iters": 0},
+        {"num_iters": 1, "affine": False, "activation": "relu"},
+    ],
+)
+def test_every_launch_on_a_stream_gets_addresses_and_floats(words, size, channels_last, launched):
+    layer = IterNorm2d(192, group_size=size, impl="triton", **words)
+    x = torch.randn(4, 192, 4, 4)
+    x = (x.to(memory_format=torch.channels_last) if channels_last else x).requires_grad_()
+    y = layer(x)
+    y.backward(torch.ones_like(y))
+    assert y.stride() == x.stride() == x.grad.stride()
+    if layer.affine:
+        layer(x.detach()).sum().backward()
+    with torch.no_grad():
+        layer.eval()(x)
+    assert len(launched) >= 7
+    for kernel, names, (_, _, stream, *values) in launched:
+        assert stream == 7
+        for name, value in zip(names, values, strict=True):
+            assert type(value) is (int if name.endswith("_ptr") else float), (kernel, name, value)
+
+
+def test_a_chain_without_a_stream_is_left_to_triton():
+    calls = []
+    launches = launcher.Launches(lambda name: lambda stream, values: calls.append((name, stream, values)))
+    launches.run(None, ("first", "second"), ((0,), (1,)))
+    assert calls == [("first", None, (0,)), ("second", None, (1,))]
 
 
 @pytest.mark.parametrize("group_size", [64, 128])

@@ -115,7 +115,7 @@ class Launches:
         chain = self._chains.get(names)
         if chain is None:
             chain = self._chains[names] = tuple(self[name].prepared for name in names)
-        # Not by `Launch.__call__`: a function in Python between costs a sixth of a launch.
+        # Not by `Launch.__call__`: that is a Python function more for every launch.
         for (call, grid, before, after), values in zip(chain, arguments, strict=True):
             call(*grid, stream, *before, *values, *after)
 
