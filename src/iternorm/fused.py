@@ -40,6 +40,11 @@ NO_TRITON = _find_no_triton()
 def kernels() -> Any:
     """The Triton kernels, imported when they are first used."""
     global _launch
+    if torch.compiler.is_compiling():
+        # A compiler guards what a global held before, and finds the module in it that it has itself imported.
+        from iternorm.kernels import launch
+
+        return launch
     if _launch is None:
         from iternorm.kernels import launch
 

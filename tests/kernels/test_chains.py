@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
@@ -14,7 +15,7 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
 from iternorm import IterNorm2d, ops
-from iternorm.kernels import iteration, launch, launcher, plan, shapes
+from iternorm.kernels import devices, iteration, launch, launcher, plan, shapes
 
 # Since torch 2.9.
 HAS_FP32_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")
@@ -142,6 +143,35 @@ def test_every_launch_on_a_stream_gets_addresses_and_floats(words, size, channel
         assert stream == 7
         for name, value in zip(names, values, strict=True):
             assert type(value) is (int if name.endswith("_ptr") else float), (kernel, name, value)
+
+
+@pytest.mark.parametrize("group_size", [64, 192])
+def test_other_batch_sizes_compile_few_kernels_more(group_size, monkeypatch):
+    compiled = set()
+
+    def note(*what):
+        compiled.add(what)
+        return None, (), ()
+
+    monkeypatch.setattr(launcher, "_compiled", note)
+    monkeypatch.setattr(launcher, "INTERPRETED", False)
+    monkeypatch.setattr(shapes, "INTERPRETED", False)
+    monkeypatch.setitem(devices._known, 0, devices.Device("an H200", (9, 0), 132))
+    monkeypatch.setattr(plan, "_plans", {})
+    names = ["moments", "reduce", "cross_moments", "cross_reduce", "apply"]
+    names += ["whiten", "whiten_backward"] if group_size == 64 else ["apply_backward"]
+    counts = []
+    with FakeTensorMode():
+        weight = torch.empty(192, device="cuda:0")
+        for batch in range(2, 300):
+            x = torch.empty(batch, 192, 16, 16, device="cuda:0", memory_format=torch.channels_last)
+            made = plan.plan_for(x, weight, weight, group_size, 5, None)
+            for name in names:
+                made.launches[name]
+            counts.append(len(compiled))
+    assert counts[0] == len(names)
+    # Other tiles for many samples, and as many partial sums to a reduction as the next power of two.
+    assert counts[-1] <= 3 * len(names)
 
 
 def test_a_chain_without_a_stream_is_left_to_triton():
