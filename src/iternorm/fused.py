@@ -136,10 +136,8 @@ class _WhitenEager(torch.autograd.Function):
         group_size, solver, num_iters, eps, relu = settings
         exact = solver == "zca"
         steps = ZCA_STEPS if exact else num_iters
-        if found.is_elsewhere(x.device):
-            with torch.cuda.device(x.device):
-                return _WhitenEager.forward(ctx, x, weight, bias, settings, statistics)
-        y, state, ctx.plan = found.forward(x, weight, bias, group_size, steps, eps, statistics, exact, relu)
+        with found.on_device(x.device):
+            y, state, ctx.plan = found.forward(x, weight, bias, group_size, steps, eps, statistics, exact, relu)
         ctx.save_for_backward(x, weight, bias, state, y if relu else None)
         ctx.settings = settings
         return y

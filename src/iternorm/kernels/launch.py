@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from iternorm.kernels.devices import lacking
-from iternorm.kernels.launcher import is_elsewhere, on_device
+from iternorm.kernels.launcher import on_device
 from iternorm.kernels.plan import Plan, plan_for
 from iternorm.kernels.shapes import (
     by_cublas,
@@ -30,7 +30,6 @@ __all__ = [
     "dense",
     "forward",
     "infer",
-    "is_elsewhere",
     "lacking",
     "newton_parts",
     "on_device",

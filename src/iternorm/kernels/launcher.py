@@ -14,15 +14,13 @@ import torch
 from iternorm.kernels.devices import device_of
 from iternorm.kernels.shapes import INTERPRETED
 
+_NO_CHANGE = nullcontext()
+
 
 def on_device(device: torch.device):
     """Kernels are launched on the current device: make it this one where it is another."""
-    return torch.cuda.device(device) if is_elsewhere(device) else nullcontext()
-
-
-def is_elsewhere(device: torch.device) -> bool:
-    """Whether the current device is another GPU than this one."""
-    return device.type == "cuda" and device.index != torch._C._cuda_getDevice()
+    same = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+    return _NO_CHANGE if same else torch.cuda.device(device)
 
 
 class Launch:
