@@ -152,9 +152,7 @@ class _WhitenEager(torch.autograd.Function):
             return *ops.differentiable_backward(grad, (x, weight, bias), needs[:3], ctx.settings[:4]), None, None
         # Autograd has made the device of the gradient the current one.
         gradients = kernels().backward(grad, x, weight, state, ctx.plan, ctx.settings.eps, needs[0], output)
-        if ctx.plan.casts or not (needs[0] and needs[1] and needs[2]):
-            gradients = _wanted(gradients, weight, bias, needs)
-        return *gradients, None, None
+        return *_wanted(gradients, weight, bias, needs), None, None
 
 
 _apply_eager: Any = super(torch.autograd.Function, _WhitenEager).apply  # pyright: ignore[reportAttributeAccessIssue]

@@ -112,8 +112,6 @@ class Plan:
         self.copied = as_read is not x
         # Whether batches are counted.
         self.counts = key.running is not None and key.running[2]
-        # Whether gradients of weight and bias, which are computed in fp32, are of another dtype.
-        self.casts = key.weight != torch.float32 or key.bias != torch.float32
         self.iteration: Iteration | None = None
         if shape.padded > LARGEST_NEWTON:
             sizes = (shape.num_groups, shape.group_size, shape.padded, shape.channels, key.num_iters)
