@@ -10,6 +10,7 @@ from iternorm.threads import num_threads
 
 from .devices import Case, Contestant, CpuDevice, set_malloc_thresholds
 from .rivals import PAPER_MS, Rival, standard_rivals
+from .turns import in_turns
 
 # The rivals that the ratios are taken to, by name.
 CONVOLUTION, BATCH_NORM = "conv3x3", "BatchNorm2d"
@@ -29,8 +30,7 @@ def run(
 ) -> dict:
     """Time every rival on every case.
 
-    A round times each rival once; the order rotates from round to round, so that no rival always follows the same one,
-    and a slow moment of the machine falls on all alike.
+    A round times each rival once, in an order of its own: see `in_turns`.
 
     Args:
         cases: The activations.
@@ -84,13 +84,11 @@ def _run_case(case: Case, rounds: int, rivals: Sequence[Rival], progress: Callab
     with torch.random.fork_rng(devices=[]):
         contestants = [Contestant(rival, case, target, x, grad_output) for rival in rivals]
     samples: dict[str, list[float]] = {rival.name: [] for rival in rivals}
-    for round_index in range(-WARMUP_ROUNDS, rounds):
-        shift = round_index % len(contestants)
-        for contestant in contestants[shift:] + contestants[:shift]:
-            elapsed = device.milliseconds(contestant)
-            if round_index >= 0:
-                samples[contestant.rival.name].append(elapsed)
-            progress()
+    for round_index, contestant in in_turns(contestants, rounds, WARMUP_ROUNDS):
+        elapsed = device.milliseconds(contestant)
+        if round_index >= 0:
+            samples[contestant.rival.name].append(elapsed)
+        progress()
     medians = {name: statistics.median(values) for name, values in samples.items()}
     activation_bytes = x.numel() * x.element_size()
     rows = []

@@ -1,6 +1,5 @@
 """One activation: every rival in both layouts, in interleaved rounds."""
 
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..devices import Case
+from ..turns import in_turns
 from .cases import BATCH_NORM, CONVOLUTION, LAYOUTS, CudaRival, Shape
 from .timing import Gpu, matmul_precision, reason
 
@@ -140,15 +140,12 @@ def _capture(entry: Entry, gpu: Gpu, steps: int) -> None:
 
 
 def _rounds(entries: Sequence[Entry], rounds: int, samples: str, measure: Callable[[Entry], float]) -> None:
-    """Every entry once a round, in an order of its own, so that nobody always follows the same rival."""
-    shuffled = random.Random(0)
-    for round_index in range(-WARMUP_ROUNDS, rounds):
-        for entry in shuffled.sample(entries, len(entries)):
-            if entry.rival.slow and not 0 <= round_index < SLOW_ROUNDS:
-                continue
-            elapsed = _guarded(entry, lambda entry=entry: measure(entry))
-            if elapsed is not None and round_index >= 0:
-                getattr(entry, samples).append(elapsed)
+    for round_index, entry in in_turns(entries, rounds, WARMUP_ROUNDS):
+        if entry.rival.slow and not 0 <= round_index < SLOW_ROUNDS:
+            continue
+        elapsed = _guarded(entry, lambda entry=entry: measure(entry))
+        if elapsed is not None and round_index >= 0:
+            getattr(entry, samples).append(elapsed)
 
 
 def _row(entry: Entry, activation_bytes: int) -> dict:

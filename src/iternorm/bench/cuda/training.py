@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from iternorm.experiments.models import VGG, NormFactory
 
+from ..turns import in_turns
 from .cases import LAYOUTS
 from .timing import Gpu, reason
 
@@ -115,19 +116,17 @@ def run_setting(
 
 
 def _time(rows: list[dict], slow: dict[str, bool], steps: dict, gpu: Gpu, rounds: int) -> None:
-    for round_index in range(-1, rounds):
-        shift = round_index % len(rows)
-        for row in rows[shift:] + rows[:shift]:
-            name = row["name"]
-            if row["failed"] is not None or (slow[name] and not 0 <= round_index < SLOW_ROUNDS):
-                continue
-            try:
-                elapsed = gpu.eager_ms(steps[name], 1 if slow[name] else STEPS_A_TIMING)
-            except Exception as error:
-                row["failed"] = reason(error)
-                continue
-            if round_index >= 0:
-                row["samples_ms"].append(elapsed)
+    for round_index, row in in_turns(rows, rounds, warmup=1):
+        name = row["name"]
+        if row["failed"] is not None or (slow[name] and not 0 <= round_index < SLOW_ROUNDS):
+            continue
+        try:
+            elapsed = gpu.eager_ms(steps[name], 1 if slow[name] else STEPS_A_TIMING)
+        except Exception as error:
+            row["failed"] = reason(error)
+            continue
+        if round_index >= 0:
+            row["samples_ms"].append(elapsed)
     for row in rows:
         if row["failed"] is not None:
             continue
