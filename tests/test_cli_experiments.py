@@ -66,6 +66,13 @@ def test_run_then_plot(invoke, tmp_path):
     assert (tmp_path / "x" / "fig.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.parametrize("verb", ["run", "plot"])
+def test_without_an_id_the_usage_is_shown(invoke, verb):
+    result = invoke(verb)
+    assert result.exit_code == 2
+    assert "Missing argument 'ID...'" in result.stderr
+
+
 def test_run_takes_several_ids_seeds_and_a_selection(invoke, tiny):
     result = invoke("run", "all", "--smoke", "--seeds", 2, "--only", "smoke", "--only", "*bn-s1")
     assert result.exit_code == 0, result.output
