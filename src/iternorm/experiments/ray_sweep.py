@@ -123,12 +123,10 @@ def _collect(ray: Any, reference: Any, experiment: Experiment, config: Config, r
         rows, seconds, provenance = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         # The worker's own exception, without the stack of Ray around it.
-        return Outcome(experiment, config, path, "failed", error=error.cause)
+        return Outcome(experiment, config, path, "failed", set_aside=taken.set_aside, error=error.cause)
     except ray.exceptions.RayError as error:
-        return Outcome(experiment, config, path, "failed", error=error)
-    result = Result(experiment.home, config, rows, seconds, provenance)
-    sweep.keep(result, root)
-    return Outcome(experiment, config, path, "ran", result, taken.set_aside)
+        return Outcome(experiment, config, path, "failed", set_aside=taken.set_aside, error=error)
+    return sweep.conclude(experiment, Result(experiment.home, config, rows, seconds, provenance), root, taken)
 
 
 def _work(
