@@ -12,6 +12,7 @@ import tiny_experiment
 from iternorm import cli
 from iternorm.experiments import console, data, locks, ray_sweep, registry, results
 from iternorm.experiments.registry import Experiment
+from iternorm.threads import num_threads
 
 
 @pytest.fixture
@@ -163,6 +164,21 @@ def test_data_and_options_reach_the_job(invoke, tiny, monkeypatch, tmp_path):
     name = results.result_path(tmp_path, "tiny", tiny.jobs()[1]).stem
     assert seen == [(str(tmp_path / "d"), Path("r/.tensorboard/tiny") / name, True)]
     assert os.environ["ITERNORM_DATA"] == "before"
+
+
+@pytest.mark.parametrize("smoke", [True, False])
+def test_the_small_size_runs_on_one_thread(invoke, tiny, monkeypatch, smoke):
+    seen = []
+
+    def run(config, context):
+        seen.append(torch.get_num_threads())
+        return [{"value": 1}]
+
+    monkeypatch.setattr(tiny_experiment, "run", run)
+    with num_threads(2):
+        assert invoke("run", "tiny", "--only", "dbn", *(["--smoke"] if smoke else [])).exit_code == 0
+        assert torch.get_num_threads() == 2
+    assert seen == [1 if smoke else 2]
 
 
 def test_the_data_folder_decides_which_jobs_the_small_size_has(invoke, tiny, monkeypatch, tmp_path):

@@ -121,7 +121,7 @@ _Experiments = Annotated[
     list[str], typer.Argument(metavar="ID...", help="Ids that `iternorm ls` lists, or all.", autocompletion=_ids)
 ]
 _Results = Annotated[Path, typer.Option("--results", file_okay=False, help="The folder of results.")]
-_Smoke = Annotated[bool, typer.Option("--smoke", help="The small size, of seconds.")]
+_Smoke = Annotated[bool, typer.Option("--smoke", help="The small size: all experiments in a minute or two.")]
 _Data = Annotated[
     Path | None,
     typer.Option("--data", file_okay=False, help="The folder of data sets; $ITERNORM_DATA unless given."),
@@ -352,7 +352,9 @@ def run(
     from iternorm.experiments import registry, sweep
 
     chosen, plan = registry.get_all(experiments), registry.Plan(smoke, device, seeds)
-    options = sweep.Options(device, tensorboard, compile)
+    # Tensors of the small size are so small that threads only wait for each other: all of it took half a minute of
+    # processor time with one, and nine minutes with two on a machine that others used too.
+    options = sweep.Options(device, tensorboard, compile, threads=1 if smoke else None)
     silent = not sweep.is_first_process()
     # Where both are one terminal, lines have to pass through the console that draws the bars.
     output = _errors if console.is_terminal and _errors.is_terminal else console

@@ -149,7 +149,7 @@ def _work(
             board.put.remote(name, job, done, total, values)
 
     context = sweep.context_for(experiment, config, folder, options, progress)
-    result = sweep.execute(experiment, config, context)
+    result = sweep.execute(experiment, config, context, options.threads)
     if own:
         shutil.rmtree(registry.work_folder(folder, experiment.home, config), ignore_errors=True)
     return list(result.rows), result.seconds, result.provenance

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from iternorm.provenance import provenance
+from iternorm.threads import num_threads
 
 from . import locks, registry, results
 from .registry import Context, Experiment
@@ -62,11 +63,13 @@ class Options:
         device: ``cpu`` or ``cuda``.
         tensorboard: Write event files below ``ROOT/.tensorboard``.
         compile: Compile the models.
+        threads: CPU threads; None leaves their number as it is.
     """
 
     device: str = "cpu"
     tensorboard: bool = False
     compile: bool = False
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ def _run_one(
         if decided != "ran":
             return taken if isinstance(taken, Outcome) else Outcome(experiment, config, path, decided)
         try:
-            result = execute(experiment, config, context_for(experiment, config, root, options, progress))
+            context = context_for(experiment, config, root, options, progress)
+            result = execute(experiment, config, context, options.threads)
         except Exception as error:
             if ranks.size > 1:
                 raise RuntimeError(f"{experiment.id} {config['job']} failed: {error}") from error
@@ -176,16 +180,17 @@ def context_for(
     return Context(options.device, step, folder, events, options.compile)
 
 
-def execute(experiment: Experiment, config: Config, context: Context) -> Result:
+def execute(experiment: Experiment, config: Config, context: Context, threads: int | None = None) -> Result:
     """Run a job here and now. An empty folder is not left behind where it fails."""
     start = time.perf_counter()
-    try:
-        rows = experiment.module.run(config, context)
-    except BaseException:
-        if context.folder.exists() and not any(context.folder.iterdir()):
-            context.folder.rmdir()
-        raise
-    return Result(experiment.home, config, rows, time.perf_counter() - start, provenance(context.device))
+    with num_threads(threads):
+        try:
+            rows = experiment.module.run(config, context)
+        except BaseException:
+            if context.folder.exists() and not any(context.folder.iterdir()):
+                context.folder.rmdir()
+            raise
+        return Result(experiment.home, config, rows, time.perf_counter() - start, provenance(context.device))
 
 
 def conclude(experiment: Experiment, result: Result, root: Path, taken: Taken) -> Outcome:
