@@ -23,11 +23,11 @@ _STYLE = """
 body { margin: 0; background: #fff; color: var(--ink);
   font: 16px/1.6 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 main { max-width: 62rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
-h1 { margin: 0; font-size: 2rem; line-height: 1.2; }
+h1 { margin: 0; font-size: clamp(1.4rem, 6vw, 2rem); line-height: 1.2; overflow-wrap: anywhere; }
 h2 { margin: 2.75rem 0 0.75rem; padding-top: 1.25rem; border-top: 1px solid var(--rule); font-size: 1.35rem; }
 h3 { margin: 1.5rem 0 0.5rem; font-size: 1.05rem; }
 p, ul, ol { max-width: 46rem; }
-.subtitle { margin: 0.5rem 0 0; color: var(--soft); font-size: 1.1rem; }
+.subtitle { margin: 0.5rem 0 0; color: var(--soft); font-size: 1.1rem; overflow-wrap: anywhere; }
 .table { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: 0.95rem; font-variant-numeric: tabular-nums; }
 caption { padding-bottom: 0.5rem; text-align: left; color: var(--soft); }
