@@ -32,5 +32,5 @@ def wants_graph(grad: Tensor) -> bool:
 
 
 def is_batched(grad: Tensor) -> bool:
-    """Whether it stands for many gradients, as with ``is_grads_batched=True``, which is no transform of `torch.func`."""
+    """Whether it stands for many gradients: ``is_grads_batched=True`` is no transform of `torch.func`."""
     return torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]
