@@ -99,6 +99,13 @@ def test_batched_gradients_are_each_gradient(layer):
         torch.testing.assert_close(actual, torch.stack(expected))
 
 
+@pytest.mark.parametrize("solver", ["newton", "zca", "cholesky"])
+def test_batched_gradients_of_gradients(solver):
+    layer = LAYERS[solver](track_running_stats=False, dtype=torch.float64)
+    inputs = (correlated(8, 5).requires_grad_(), layer.weight, layer.bias)
+    assert torch.autograd.gradgradcheck(lambda x, *_: layer(x).sin(), inputs, check_batched_grad=True)
+
+
 def test_an_ensemble_is_each_of_its_layers(layer):
     layers = [LAYERS[layer.solver](impl=layer.impl, dtype=torch.float64) for _ in range(3)]
     for one in layers:

@@ -199,7 +199,7 @@ class _ZcaSecond(torch.autograd.Function):
         differences = (i + j + k) / (i * j * k * (i + j) * (j + k) * (i + k))
         left = vectors.mT @ _symmetric(first) @ vectors
         right = vectors.mT @ _symmetric(second) @ vectors
-        inner = torch.einsum("...ijk,...ik,...kj->...ij", differences, left, right)
+        inner = (differences * left[..., :, None, :] * right.mT[..., None, :, :]).sum(-1)
         return vectors @ (inner + inner.mT) @ vectors.mT
 
     @staticmethod
