@@ -28,6 +28,7 @@ class WhiteningNorm(nn.Module):
         track_running_stats: keep running averages; without them batch statistics are used in eval too.
         device: of parameters and buffers.
         dtype: of parameters and buffers.
+        bias: False learns no `bias`, only the `weight`, if `affine` is set.
         group_size: the number of channels whitened together; None is all of them. Channels are taken in order and the
             last group holds the remainder: 160 channels by 64 are groups of 64, 64 and 32.
         running: "whitening" averages the whitening matrices, as the paper does; "covariance" averages the covariances
@@ -75,6 +76,7 @@ class WhiteningNorm(nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         group_size: int | None = 64,
         running: str = "whitening",
         impl: str = "auto",
@@ -98,8 +100,8 @@ class WhiteningNorm(nn.Module):
         self.activation = activation
         self._check_attributes()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        for name in ("weight", "bias"):
-            self.register_parameter(name, nn.Parameter(torch.empty(num_features, **factory)) if affine else None)
+        for name, learned in (("weight", affine), ("bias", affine and bias)):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_features, **factory)) if learned else None)
         tracked = ("running_mean", f"running_{running}", "num_batches_tracked")
         for name in ("running_mean", "running_whitening", "running_covariance", "num_batches_tracked"):
             self.register_buffer(name, None)
@@ -128,8 +130,9 @@ class WhiteningNorm(nn.Module):
     def reset_parameters(self) -> None:
         """Scale 1, shift 0, running statistics as new."""
         self.reset_running_stats()
-        if self.weight is not None and self.bias is not None:
+        if self.weight is not None:
             nn.init.ones_(self.weight)
+        if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def whitening_matrix(self) -> Tensor:
@@ -261,7 +264,9 @@ class WhiteningNorm(nn.Module):
         return (
             f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
             f"track_running_stats={self.track_running_stats}, group_size={self.group_size}, {self._solver_repr()}, "
-            f"running={self.running!r}" + (f", activation={self.activation!r}" if self.activation else "")
+            f"running={self.running!r}"
+            + (", bias=False" if self.affine and self.bias is None else "")
+            + (f", activation={self.activation!r}" if self.activation else "")
         )
 
     def _solver_repr(self) -> str:
@@ -301,6 +306,7 @@ class _IterNorm(WhiteningNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         group_size: int | None = 64,
         num_iters: int = 5,
         running: str = "whitening",
@@ -309,6 +315,7 @@ class _IterNorm(WhiteningNorm):
     ) -> None:
         functional.check_num_iters(num_iters)
         common: dict[str, Any] = {"group_size": group_size, "running": running, "impl": impl, "activation": activation}
+        common["bias"] = bias
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **common)
         self.num_iters = num_iters
 
@@ -327,6 +334,7 @@ class _DecorrelatedBatchNorm(WhiteningNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         group_size: int | None = 16,
         solver: str = "zca",
         running: str = "whitening",
@@ -335,6 +343,7 @@ class _DecorrelatedBatchNorm(WhiteningNorm):
     ) -> None:
         functional.check_solver(solver)
         common: dict[str, Any] = {"group_size": group_size, "running": running, "impl": impl, "activation": activation}
+        common["bias"] = bias
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **common)
         self.solver = solver
 
