@@ -83,8 +83,7 @@ class WhiteningNorm(nn.Module):
         activation: str | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(num_features, int) or isinstance(num_features, bool):
-            raise TypeError(f"num_features={num_features!r} is not an integer; give the number of channels")
+        num_features = functional.integer("num_features", num_features, "the number of channels")
         if num_features < 1:
             raise ValueError(f"num_features={num_features} must be at least 1; give the number of channels")
         if running not in RUNNING:
@@ -215,8 +214,7 @@ class WhiteningNorm(nn.Module):
                 f"expected an input of {self.num_features} channels (num_features), got {input.shape[1]}: "
                 f"shape {list(input.shape)}"
             )
-        settings = (self.num_features, self.eps, self.momentum, self.group_size, self.impl, self.activation)
-        if settings != self._checked:
+        if self._settings() != self._checked:
             self._check_attributes()
         for name, vector in (("weight", weight), ("bias", bias), ("running_mean", mean)):
             if vector is not None and vector.numel() != self.num_features:
@@ -250,15 +248,20 @@ class WhiteningNorm(nn.Module):
         raise NotImplementedError
 
     def _check_attributes(self) -> None:
-        """When the layer is made, and again where one of them has been set since."""
-        functional.check_eps(self.eps)
-        functional.check_momentum(self.momentum)
-        functional.check_group_size(self.group_size)
+        """When the layer is made, and again where one of them has been set since. They become Python's own numbers."""
+        self.eps = functional.check_eps(self.eps)
+        self.momentum = functional.check_momentum(self.momentum)
+        self.group_size = functional.check_group_size(self.group_size)
+        self.num_iters = functional.check_num_iters(self.num_iters)
         functional.check_impl(self.impl)
         functional.check_activation(self.activation)
         size = groups.effective_size(self.num_features, self.group_size)
         self._matrix_shape = (groups.num_groups(self.num_features, self.group_size), size, size)
-        self._checked = (self.num_features, self.eps, self.momentum, self.group_size, self.impl, self.activation)
+        self._checked = self._settings()
+
+    def _settings(self) -> tuple:
+        numbers = self.num_features, self.eps, self.momentum, self.group_size, self.num_iters
+        return *numbers, self.impl, self.activation
 
     def extra_repr(self) -> str:
         return (
@@ -313,11 +316,12 @@ class _IterNorm(WhiteningNorm):
         impl: str = "auto",
         activation: str | None = None,
     ) -> None:
-        functional.check_num_iters(num_iters)
+        num_iters = functional.check_num_iters(num_iters)
         common: dict[str, Any] = {"group_size": group_size, "running": running, "impl": impl, "activation": activation}
         common["bias"] = bias
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **common)
         self.num_iters = num_iters
+        self._check_attributes()
 
     def _solver_repr(self) -> str:
         return f"num_iters={self.num_iters}"

@@ -1,5 +1,6 @@
 """Hooks on the normalization layers of a model: one streaming pass, bounded memory, the model left as it was."""
 
+import numbers
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -169,7 +170,7 @@ def num_channels(layer: nn.Module) -> int:
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         return layer.normalized_shape[0]
     declared = getattr(layer, "num_features", getattr(layer, "num_channels", None))
-    return declared if isinstance(declared, int) else 256
+    return int(declared) if isinstance(declared, numbers.Integral) else 256
 
 
 @contextmanager
