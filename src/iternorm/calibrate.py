@@ -95,7 +95,7 @@ def recalibrate(
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
-    return [(n, layer) for n, layer in model.named_modules() if isinstance(layer, (WhiteningNorm, _BatchNorm))]
+    return [(n, layer) for n, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
 
 
 def _group_size(layer: Any) -> int:
@@ -184,7 +184,8 @@ def freeze(model: nn.Module, *, where: replace.Where = "all") -> nn.Module:
     """Keep whitening and BatchNorm layers on their running statistics, whatever mode the model is in.
 
     For fine-tuning: `model.train()` no longer puts these layers in training mode, so they normalize by their running
-    statistics and leave them as they are, while their parameters and all other layers train. `unfreeze` ends it.
+    statistics and leave them as they are, while their parameters and all other layers train. Nor are they reset, by
+    `torch.optim.swa_utils.update_bn` say: `reset_running_stats` warns. `unfreeze` ends it.
 
     Args:
         model: any module; it is returned.
@@ -202,8 +203,7 @@ def freeze(model: nn.Module, *, where: replace.Where = "all") -> nn.Module:
                 f"{replace.named(name, layer)} keeps no running statistics to freeze; leave it out by `where`"
             )
     for _, layer in chosen:
-        layer.__dict__["train"] = replace.Frozen(layer)
-        layer.training = False
+        replace.freeze(layer)
     return model
 
 
@@ -211,6 +211,6 @@ def unfreeze(model: nn.Module, *, where: replace.Where = "all") -> nn.Module:
     """Undo `freeze`: the layers take the mode of the model again, and follow it."""
     for _, layer in replace.selected(_layers(model), where, "whitening or BatchNorm"):
         if replace.is_frozen(layer):
-            del layer.__dict__["train"]
+            replace.unfreeze(layer)
             layer.training = model.training
     return model

@@ -119,7 +119,7 @@ def _batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (name, layer)
         for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm)
+        if (isinstance(layer, _BatchNorm) and not isinstance(layer, WhiteningNorm))
         or (isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in getattr(layer, "original_name", ""))
     ]
 
@@ -228,16 +228,19 @@ def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
     return new
 
 
-def convert_sync_iternorm(module: nn.Module, process_group: Any = None) -> nn.Module:
+def convert_sync_iternorm(module: nn.Module, process_group: Any = None, *, batchnorm: bool = False) -> nn.Module:
     """Replace every IterNorm1d/2d/3d by a SyncIterNorm with the same parameters and buffers.
 
     As `torch.nn.SyncBatchNorm.convert_sync_batchnorm`: children are replaced in place and the module is returned (a
     new one where it is itself an IterNorm). Layers that are synchronized already take the new process group.
     DecorrelatedBatchNorm layers have no synchronized form: they are left as they are, with a warning that names them.
+    So are, with `batchnorm`, subclasses of BatchNorm with a forward of their own, and lazy layers.
 
     Args:
         module: the model.
         process_group: the processes to synchronize over; None is all of them.
+        batchnorm: replace BatchNorm layers by `torch.nn.SyncBatchNorm`, too. Torch's own conversion raises on a model
+            with layers of this package in it.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), IterNorm2d(8))
@@ -250,7 +253,13 @@ running='whitening')
     for name, layer in module.named_modules():
         if isinstance(layer, (IterNorm1d, IterNorm2d, IterNorm3d)):
             replacements[layer] = _synchronized(layer, process_group)
-        elif isinstance(layer, WhiteningNorm) and not isinstance(layer, SyncIterNorm):
+        elif isinstance(layer, SyncIterNorm) or not isinstance(layer, _BatchNorm):
+            continue
+        elif isinstance(layer, WhiteningNorm):
+            left.append(replace.named(name, layer))
+        elif batchnorm and _base(layer) is not None and type(layer).forward is _base(layer).forward:
+            replacements[layer] = _sync_batchnorm(layer, process_group)
+        elif batchnorm:
             left.append(replace.named(name, layer))
     if left:
         warnings.warn(f"these layers have no synchronized form and stay as they are: {', '.join(left)}", stacklevel=2)
@@ -258,6 +267,14 @@ running='whitening')
         if isinstance(layer, SyncIterNorm):
             layer.process_group = process_group
     return replace.replace_modules(module, replacements)
+
+
+def _sync_batchnorm(layer: Any, process_group: Any) -> nn.Module:
+    args = layer.num_features, layer.eps, layer.momentum, layer.affine, layer.running_mean is not None
+    result = nn.SyncBatchNorm(*args, process_group, device="meta")
+    replace.carry(layer, result)
+    result.track_running_stats = layer.track_running_stats
+    return result
 
 
 def _synchronized(layer: Any, process_group: Any) -> SyncIterNorm:

@@ -4,13 +4,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from iternorm import checkpoints, functional, fused, groups, ops, plain
 
 RUNNING = ("whitening", "covariance")
 
+NO_VARIANCE = (
+    "{name} has no running_var: it keeps running_{running}, which is no variance of each channel. "
+    "Use iternorm.convert_sync_iternorm(model, batchnorm=True) to synchronize, iternorm.fold(model.eval()) to fuse, "
+    "iternorm.recalibrate(model, batches) to set statistics, iternorm.freeze(model) to keep them; see docs/tools.md"
+)
 
-class WhiteningNorm(nn.Module):
+
+class WhiteningNorm(_BatchNorm):
     """Whiten groups of channels over the mini-batch, then scale and shift: the base of all layers here.
 
     In training the statistics are those of the batch (math.md, Eq. 1-9), and running averages of the mean and of the
@@ -19,6 +26,9 @@ class WhiteningNorm(nn.Module):
 
     Statistics and accumulation are fp32 for half and bfloat16 input and fp64 for fp64; gradients are exact, in
     training and in eval, and twice differentiable.
+
+    It is a `torch.nn.modules.batchnorm._BatchNorm`, so that tools which look for that class find it, and it has no
+    `running_var`, so that those which would take it for a BatchNorm fail (docs/tools.md).
 
     Args:
         num_features: C of an input ``[N, C, ...]``.
@@ -82,7 +92,8 @@ class WhiteningNorm(nn.Module):
         impl: str = "auto",
         activation: str | None = None,
     ) -> None:
-        super().__init__()
+        # BatchNorm's own would make a running_var.
+        nn.Module.__init__(self)
         num_features = functional.integer("num_features", num_features, "the number of channels")
         if num_features < 1:
             raise ValueError(f"num_features={num_features} must be at least 1; give the number of channels")
@@ -115,6 +126,24 @@ class WhiteningNorm(nn.Module):
     def running_matrix(self) -> Tensor | None:
         """`running_whitening` or `running_covariance`, whichever this layer keeps."""
         return self.running_whitening if self.running == "whitening" else self.running_covariance
+
+    @property
+    def running_var(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """There is none: tools that read it would make a BatchNorm, or a part of a convolution, of half a layer."""
+        raise AttributeError
+
+    @running_var.setter
+    def running_var(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise AttributeError(NO_VARIANCE.format(name=type(self).__name__, running=self.running))
+        # How BatchNorm is told to keep no statistics, along with its running_mean.
+        self.running_whitening = self.running_covariance = None
+
+    def __getattr__(self, name: str) -> Any:
+        # Python comes here when the property has raised, and would drop a text given there.
+        if name == "running_var":
+            raise AttributeError(NO_VARIANCE.format(name=type(self).__name__, running=self.running))
+        return super().__getattr__(name)
 
     @torch.no_grad()
     def reset_running_stats(self) -> None:
@@ -291,8 +320,9 @@ class WhiteningNorm(nn.Module):
         # The caller's dict may be shared between layers: what was translated goes into a copy.
         renamed = {key: value for key, value in state_dict.items() if not key.startswith(prefix)}
         renamed.update({prefix + name: value for name, value in translated.items()})
-        super()._load_from_state_dict(
-            renamed, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        # Not BatchNorm's own, which adds a count of batches to what it is given.
+        nn.Module._load_from_state_dict(
+            self, renamed, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
 

@@ -174,8 +174,8 @@ def operation_of(layer: nn.Module) -> Whitening | None:
     Returns:
         The operation of a BatchNorm, SyncBatchNorm, IterNorm or DBN layer, and None for any other module.
     """
-    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-        return batch_norm(layer.eps)
     if isinstance(layer, WhiteningNorm):
         return Whitening(cast(Solver, layer.solver), layer.group_size, layer.num_iters, layer.eps)
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        return batch_norm(layer.eps)
     return None
