@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
-from iternorm import collective, fused, groups, ops, plain, reference
+from iternorm import collective, fused, groups, modes, ops, plain, reference
 from iternorm.native import build, verbs
 
 IMPLS = ("auto", "triton", "native", "torch", "reference")
@@ -73,6 +74,26 @@ def iter_norm(
         >>> y.shape
         torch.Size([32, 8, 4, 4])
     """
+    tensors = (input, running_mean, running_whitening, weight, bias, running_covariance, num_batches_tracked)
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            iter_norm,
+            tensors,
+            input,
+            running_mean,
+            running_whitening,
+            weight,
+            bias,
+            training,
+            momentum,
+            eps,
+            running_covariance=running_covariance,
+            num_batches_tracked=num_batches_tracked,
+            group_size=group_size,
+            num_iters=num_iters,
+            impl=impl,
+            activation=activation,
+        )
     num_iters = check_num_iters(num_iters)
     return _normalize(
         input,
@@ -114,6 +135,26 @@ def decorrelated_batch_norm(
 
     As `iter_norm`, with `solver` "zca" (the paper's DBN), "pca" or "cholesky" in place of the Newton iteration.
     """
+    tensors = (input, running_mean, running_whitening, weight, bias, running_covariance, num_batches_tracked)
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            decorrelated_batch_norm,
+            tensors,
+            input,
+            running_mean,
+            running_whitening,
+            weight,
+            bias,
+            training,
+            momentum,
+            eps,
+            running_covariance=running_covariance,
+            num_batches_tracked=num_batches_tracked,
+            group_size=group_size,
+            solver=solver,
+            impl=impl,
+            activation=activation,
+        )
     check_solver(solver)
     return _normalize(
         input,
@@ -208,6 +249,10 @@ def normalize(
     `group_size` is that of a full group (`groups.effective_size`), `impl` what `choose_impl` says. With a process group
     the statistics are those of the batches of all its ranks.
     """
+    if process_group is None and x.numel() == 0:
+        # Nothing to whiten and nothing to learn from: gradients of zero, and the statistics stay.
+        return _activated(reference.scale_and_shift(x.clone(), weight, bias).to(x.dtype), activation)
+
     if not training and statistics is not None:
         with torch.no_grad():
             dtype = plain.compute_dtype(x.dtype)
@@ -218,12 +263,12 @@ def normalize(
             return fused.infer_fused(x, whitening, mean, weight, bias, group_size, activation is not None)
         return _activated(apply(x, whitening, mean, weight, bias, group_size), activation)
 
-    if process_group is None and x.numel() // x.shape[1] <= 1:
+    if process_group is None and x.numel() == x.shape[1]:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {list(x.shape)}; "
             "use a larger batch, or eval mode"
         )
-    if impl == "triton":
+    if impl == "triton" and not modes.is_transformed():
         settings = fused.Settings(group_size, solver, num_iters, eps, activation is not None)
         return fused.whiten_fused(x, weight, bias, settings, statistics)
     if impl == "reference":
@@ -280,10 +325,10 @@ def _reference(x, weight, bias, group_size, solver, num_iters, eps):
         group_size,
         eps,
     )
-    y = reference.scale_and_shift(whitened, weight, bias).to(x.dtype)
+    y = plain.empty_output(x).copy_(reference.scale_and_shift(whitened, weight, bias))
     parts = groups.parts(x.shape[1], group_size)
     whitening = groups.pad([torch.stack(matrices[p.first : p.first + p.count]) for p in parts])
-    covariance = plain.moments(x.detach(), group_size)[1]
+    covariance = ops.centered_moments(x.detach(), group_size)[2]
     return y, mean.detach(), covariance, whitening.detach()
 
 
@@ -312,8 +357,8 @@ def choose_impl(
             raise ValueError(f'impl="triton" cannot run: {reason}; use impl="auto"')
     if impl == "native":
         reason = verbs.unsupported(x)
-        # A compiler of graphs cannot look into building; then it is the call that raises.
-        if reason is None and not torch.compiler.is_compiling():
+        # A compiler of graphs cannot look into building, and a fake tensor needs none: then it is the call that raises.
+        if reason is None and not modes.is_recorded(x):
             reason = build.failure(x.dtype)
         if reason is not None:
             raise ValueError(f'impl="native" cannot run: {reason}; use impl="auto"')

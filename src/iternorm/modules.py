@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from iternorm import checkpoints, functional, fused, groups, ops, plain
+from iternorm import checkpoints, functional, fused, groups, modes, ops, plain
 
 RUNNING = ("whitening", "covariance")
 
@@ -177,6 +178,10 @@ class WhiteningNorm(_BatchNorm):
         return ops.inverse_sqrt(matrix, self.num_features, size, self.solver, self.num_iters, self.eps)[0]
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            # A layer is one node of a traced graph, as torch's own layers are.
+            tracer: Any = input.tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
         weight, bias, mean, matrix, count = self._tensors()
         training = self.training
         # As in BatchNorm: running statistics are updated in training if they are kept, and used in eval if they exist.
@@ -185,8 +190,8 @@ class WhiteningNorm(_BatchNorm):
         if mean is not None and (self.track_running_stats or not batch_statistics):
             statistics = ops.Running(mean, matrix, count, self.momentum, self.running == "covariance")
         # A compiler is not shown what changes from call to call: it would compile again.
-        eager = not torch.compiler.is_compiling()
-        if eager and self._fused is not None and type(input) is Tensor:
+        eager = not (modes.is_recorded(input) or modes.is_transformed())
+        if eager and self._fused is not None:
             facts, settings = self._fused
             if facts == self._facts(input, weight, bias, mean, matrix):
                 # Like the batch before, for which all that follows has been gone through.

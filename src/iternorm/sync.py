@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from iternorm import collective
 from iternorm.modules import _IterNorm
@@ -74,7 +75,7 @@ class SyncIterNorm(_IterNorm):
         """Any rank that `iternorm.functional` takes."""
 
     def forward(self, input: Tensor) -> Tensor:
-        group = self._process_group(input)
+        group = None if isinstance(input, Proxy) else self._process_group(input)
         # A rank whose input does not fit its layer raises there; before that, its peers must hear of it.
         if group is not None and self.training and self._agreed != group.name:
             self._check_agreement(input, group)

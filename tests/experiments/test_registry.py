@@ -232,11 +232,47 @@ def test_table_a1_takes_eager_calls_of_the_gpus_benchmark():
         ("IterNorm T=5 d=64", 1.0, 0.5, 7.40),
         ("DBN d=16", 8.0, 4.0, 15.92),
     ]
+    # DBN by eigendecomposition and by the kernels are two rows beside the paper's one.
+    both = [*rivals, rival("DBN d=16 kernels", "NCHW", 1.0, 0.5)]
+    rows = tableA1.cuda_rows({"shape": [64, 64, 32, 32], "failed": None, "rivals": both})
+    assert [row["paper_ms"] for row in rows] == [5.65, 7.40, 15.92, 15.92]
     # Groups of 64 of 128 channels are not what the paper timed.
     rows = tableA1.cuda_rows({"shape": [64, 128, 32, 32], "failed": None, "rivals": rivals})
     assert [row["paper_ms"] for row in rows] == [13.62, None, 35.02]
     with pytest.raises(RuntimeError, match="out of memory"):
         tableA1.cuda_rows({"shape": [64, 64, 32, 32], "failed": "out of memory", "rivals": []})
+
+
+def test_table_a1_on_a_gpu_times_128_channels_together_and_both_ways_of_dbn(tmp_path, monkeypatch):
+    from fake_gpu import FakeGpu
+    from iternorm.bench.cuda import precompile, timing
+
+    compiled = []
+    monkeypatch.setattr(timing, "Gpu", FakeGpu)
+    monkeypatch.setattr(precompile, "compile_all", compiled.extend)
+    context = registry.Context("cuda", lambda *args, **values: None, tmp_path)
+    # The channels of the table and fewer samples: the shapes are those of the table for the choice of layers only.
+    shape = (64, 128, 32, 32)
+    monkeypatch.setattr("iternorm.bench.cuda.contest.Case", _small_case)
+    rows = tableA1.run({"job": "cuda-C128", "shape": list(shape), "device": "cuda", "rounds": 1}, context)
+    paper = {row["name"]: row["paper_ms"] for row in rows if row["paper_ms"]}
+    assert paper == {
+        "conv3x3": 13.62, "IterNorm T=3 d=128": 13.32, "IterNorm T=5 d=128": 13.92, "IterNorm T=7 d=128": 14.68,
+        "DBN d=16": 35.02, "DBN d=16 kernels": 35.02,
+    }  # fmt: skip
+    assert {job.layout for job in compiled} == {"NCHW"}
+    assert {job.name for job in compiled} >= {"IterNorm T=5 d=128", "DBN d=16 kernels"}
+    result = results.Result("tableA1", {"job": "a", "shape": list(shape), "device": "cuda"}, rows, 0.0, {})
+    cheap, faster = tableA1.claims([result])
+    assert cheap.evidence == "time / time of the convolution: 1.00 with 128 channels"
+    assert faster.evidence.endswith("of DBN by our kernels, which the paper did not have: 1.00 with 128 channels")
+    assert len(tableA1.compare([result])) == len(paper)
+
+
+def _small_case(shape, dtype, channels_last):
+    from iternorm.bench import Case
+
+    return Case((2, shape[1], 4, 4), dtype, channels_last)
 
 
 def test_atomic_write_is_what_results_use(tmp_path, monkeypatch):

@@ -179,7 +179,8 @@ def execute(experiment: Experiment, config: Config, context: Context) -> Result:
         if context.folder.exists() and not any(context.folder.iterdir()):
             context.folder.rmdir()
         raise
-    return Result(experiment.home, config, rows, time.perf_counter() - start, provenance(context.device))
+    made = {**provenance(context.device), "compile": context.compile, **context.record}
+    return Result(experiment.home, config, rows, time.perf_counter() - start, made)
 
 
 def keep(result: Result, root: Path) -> Path:
