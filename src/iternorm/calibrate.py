@@ -17,8 +17,7 @@ from iternorm.modules import WhiteningNorm
 class _Moments:
     """Count, mean and covariance of all the inputs of a layer so far, in fp64."""
 
-    def __init__(self, group_size: int) -> None:
-        self.group_size = group_size
+    def __init__(self) -> None:
         self.state: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()
@@ -27,7 +26,7 @@ class _Moments:
         x = args[0]
         if x.numel() == 0:
             return
-        mean, covariance = plain.moments(x.detach(), self.group_size)
+        mean, covariance = plain.moments(x.detach(), _group_size(layer))
         count = torch.tensor(float(x.numel() // x.shape[1]), dtype=torch.float64, device=x.device)
         new = count, mean.double(), covariance.double()
         if self.state is not None:
@@ -78,7 +77,7 @@ def recalibrate(
     layers = {name: layer for name, layer in layers.items() if not replace.is_frozen(layer)}
     if not layers:
         raise ValueError("the model has no whitening or BatchNorm layer with running statistics to recalibrate")
-    moments = {name: _Moments(_group_size(layer)) for name, layer in layers.items()}
+    moments = {name: _Moments() for name in layers}
     run = _run if forward is None else forward
     num_batches = 0
     with contextlib.ExitStack() as stack:

@@ -129,7 +129,7 @@ def _obstacle(layer: Any) -> str | None:
     if isinstance(layer, torch.jit.ScriptModule):
         return "is compiled by TorchScript; convert the model before scripting it"
     if isinstance(layer, LazyModuleMixin):
-        return "has not seen a batch, so its number of channels is not known; run one batch first"
+        return _LAZY
     if "forward" in vars(layer):
         return "has a forward of its own set on the instance; replace it by hand"
     if parametrize.is_parametrized(layer):
@@ -140,6 +140,9 @@ def _obstacle(layer: Any) -> str | None:
     if type(layer).forward is not base.forward and not applies_children(layer, base):
         return "has a forward of its own, which is not a BatchNorm followed by its child modules; replace it by hand"
     return None
+
+
+_LAZY = "has not seen a batch, so its number of channels is not known; run one batch first"
 
 
 def _base(layer: nn.Module) -> Any:
@@ -194,6 +197,8 @@ def convert_to_batchnorm(model: nn.Module, *, report: ConversionReport | None = 
 
 
 def _diagonal_obstacle(layer: WhiteningNorm) -> str | None:
+    if isinstance(layer, LazyModuleMixin):
+        return _LAZY
     if layer.activation is not None:
         return f"has activation={layer.activation!r} in it, which no BatchNorm has; put a module behind it instead"
     if layer.running_whitening is None:
@@ -234,7 +239,8 @@ def convert_sync_iternorm(module: nn.Module, process_group: Any = None, *, batch
     As `torch.nn.SyncBatchNorm.convert_sync_batchnorm`: children are replaced in place and the module is returned (a
     new one where it is itself an IterNorm). Layers that are synchronized already take the new process group.
     DecorrelatedBatchNorm layers have no synchronized form: they are left as they are, with a warning that names them.
-    So are, with `batchnorm`, subclasses of BatchNorm with a forward of their own, and lazy layers.
+    So are lazy layers before their first batch, and, with `batchnorm`, subclasses of BatchNorm with a forward of their
+    own.
 
     Args:
         module: the model.
@@ -255,11 +261,9 @@ running='whitening')
             replacements[layer] = _synchronized(layer, process_group)
         elif isinstance(layer, SyncIterNorm) or not isinstance(layer, _BatchNorm):
             continue
-        elif isinstance(layer, WhiteningNorm):
-            left.append(replace.named(name, layer))
-        elif batchnorm and _base(layer) is not None and type(layer).forward is _base(layer).forward:
+        elif batchnorm and _is_plain_batchnorm(layer):
             replacements[layer] = _sync_batchnorm(layer, process_group)
-        elif batchnorm:
+        elif batchnorm or isinstance(layer, WhiteningNorm):
             left.append(replace.named(name, layer))
     if left:
         warnings.warn(f"these layers have no synchronized form and stay as they are: {', '.join(left)}", stacklevel=2)
@@ -267,6 +271,11 @@ running='whitening')
         if isinstance(layer, SyncIterNorm):
             layer.process_group = process_group
     return replace.replace_modules(module, replacements)
+
+
+def _is_plain_batchnorm(layer: nn.Module) -> bool:
+    base = _base(layer)
+    return base is not None and type(layer).forward is base.forward
 
 
 def _sync_batchnorm(layer: Any, process_group: Any) -> nn.Module:

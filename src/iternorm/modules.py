@@ -274,6 +274,13 @@ class WhiteningNorm(_BatchNorm):
             values = self.weight, self.bias, self.running_mean, self.running_matrix
             return *values, self.num_batches_tracked
 
+    def __prepare_scriptable__(self) -> None:
+        """What `torch.jit.script` calls first."""
+        raise TypeError(
+            f"torch.jit.script cannot compile {type(self).__name__}; script what iternorm.fold(model.eval()) returns, "
+            "or use torch.jit.trace, or torch.compile and torch.export, which replace TorchScript"
+        )
+
     def _process_group(self, input: Tensor) -> Any:
         """The processes whose batches are one: none here; `iternorm.SyncIterNorm` has its own."""
         return None
