@@ -10,6 +10,10 @@ the torch path for the rest.
 plainly. An implementation that is named and cannot run raises.
 """
 
+import numbers
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -90,7 +94,7 @@ def iter_norm(
             impl=impl,
             activation=activation,
         )
-    check_num_iters(num_iters)
+    num_iters = check_num_iters(num_iters)
     return _normalize(
         input,
         running_mean,
@@ -189,9 +193,7 @@ def _normalize(
     activation: str | None,
 ) -> Tensor:
     check_input(x)
-    check_group_size(group_size)
-    check_eps(eps)
-    check_momentum(momentum)
+    group_size, eps, momentum = check_group_size(group_size), check_eps(eps), check_momentum(momentum)
     check_impl(impl)
     check_activation(activation)
     num_features = x.shape[1]
@@ -376,24 +378,37 @@ def check_input(x: Tensor) -> None:
         raise ValueError(f"input has no channels: shape {list(x.shape)}; the second dimension must be at least 1")
 
 
-def _is_integer(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def integer(name: str, value: Any, meaning: str) -> int:
+    """A Python int of anything that counts as one (numpy's integers do), but not of a bool."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name}={value!r} is not an integer; give {meaning}")
 
 
-def check_group_size(group_size: int | None) -> None:
+def number(name: str, value: Any, meaning: str) -> float:
+    """A Python float of a real number (numpy's are), but not of a bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} is not a number; give {meaning}")
+    return float(value)
+
+
+def check_group_size(group_size: Any) -> int | None:
     if group_size is None:
-        return
-    if not _is_integer(group_size):
-        raise TypeError(f"group_size={group_size!r} is not an integer; give the number of channels a group, or None")
-    if group_size < 1:
+        return None
+    result = integer("group_size", group_size, "the number of channels a group, or None")
+    if result < 1:
         raise ValueError(f"group_size={group_size} must be at least 1; use None to whiten all channels together")
+    return result
 
 
-def check_num_iters(num_iters: int) -> None:
-    if not _is_integer(num_iters):
-        raise TypeError(f"num_iters={num_iters!r} is not an integer; give the number of Newton steps, 5 by default")
-    if num_iters < 0:
+def check_num_iters(num_iters: Any) -> int:
+    result = integer("num_iters", num_iters, "the number of Newton steps, 5 by default")
+    if result < 0:
         raise ValueError(f"num_iters={num_iters} must be at least 0; the paper uses 5")
+    return result
 
 
 def check_solver(solver: str) -> None:
@@ -401,17 +416,17 @@ def check_solver(solver: str) -> None:
         raise ValueError(f"solver={solver!r} is not known; choose one of 'zca', 'pca', 'cholesky'")
 
 
-def check_eps(eps: float) -> None:
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"eps={eps!r} is not a number; give a small positive one, 1e-5 by default")
-    if not 0 < eps < float("inf"):
+def check_eps(eps: Any) -> float:
+    result = number("eps", eps, "a small positive one, 1e-5 by default")
+    if not 0 < result < float("inf"):
         raise ValueError(f"eps={eps} must be positive and finite; it keeps the covariance invertible, 1e-5 by default")
+    return result
 
 
-def check_momentum(momentum: float | None) -> None:
+def check_momentum(momentum: Any) -> float | None:
     if momentum is None:
-        return
-    if isinstance(momentum, bool) or not isinstance(momentum, (int, float)):
-        raise TypeError(f"momentum={momentum!r} is not a number; give one from 0 to 1, or None for the average of all")
-    if not 0 <= momentum <= 1:
+        return None
+    result = number("momentum", momentum, "one from 0 to 1, or None for the average of all")
+    if not 0 <= result <= 1:
         raise ValueError(f"momentum={momentum} must be from 0 to 1; None is the average of all batches")
+    return result

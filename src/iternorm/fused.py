@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from iternorm import groups, modes, ops
+from iternorm import flops, groups, modes, ops
 
 # The first whose launches may depend on each other.
 _LEAST_TRITON = (3, 5)
@@ -161,6 +161,7 @@ class _WhitenCompiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, settings):
+        flops.announce()
         y, state = _fused_forward_op(
             x, weight, bias, settings.group_size, settings.steps, settings.eps, settings.exact, settings.relu
         )

@@ -1,8 +1,8 @@
-"""What else is looking at a call: a compiler, a dispatch mode, a function transform.
+"""What else is looking at a call: a compiler, a dispatch mode, a function transform, a trace.
 
 An eager call goes straight to the functions that compute. A recorded one goes through the dispatcher, whose operators a
 graph, a fake tensor or a FLOP counter understands. A transformed one is made of ordinary operators alone, which
-`torch.func` and forward-mode differentiation can take apart.
+`torch.func` and forward-mode differentiation can take apart and `torch.jit.trace` can save.
 """
 
 import torch
@@ -13,8 +13,15 @@ _TENSORS = (Tensor, nn.Parameter)
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` (vmap, grad, jvp, ...) or forward-mode differentiation is active."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether a transform of `torch.func` (vmap, grad, jvp, ...), forward-mode differentiation or a trace is active."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    return is_traced()
+
+
+def is_traced() -> bool:
+    """Whether `torch.jit.trace`, or something that stands on it, records this call."""
+    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def is_recorded(*tensors: Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from iternorm import collective, groups, modes, plain, running, solvers
+from iternorm import collective, flops, groups, modes, plain, running, solvers
 from iternorm.native import verbs as native
 
 
@@ -101,7 +101,9 @@ class Running(NamedTuple):
 
 def update_running(statistics: Running, mean: Tensor, covariance: Tensor, whitening: Tensor) -> None:
     value = covariance if statistics.is_covariance else whitening
-    update = running.update_transformed if modes.is_transformed() else running.update
+    # A trace cannot save a Python function, and has no wrappers to keep from the buffers.
+    wrapped = modes.is_transformed() and not modes.is_traced()
+    update = running.update_transformed if wrapped else running.update
     update(statistics.mean, statistics.matrix, statistics.num_batches, mean, value, statistics.momentum)
 
 
@@ -127,7 +129,7 @@ def whiten(
     if modes.is_transformed():
         if process_group:
             raise RuntimeError(
-                _NOT_OVER_PROCESSES.format("a function transform (torch.func) or forward-mode derivative")
+                _NOT_OVER_PROCESSES.format("a function transform (torch.func), forward-mode derivative or trace")
             )
         return differentiable_whiten(x, weight, bias, group_size, solver, num_iters, eps, solvers.composed)
     args = (x, weight, bias, group_size, solver, num_iters, eps, process_group, impl)
@@ -220,7 +222,10 @@ def _batch_cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int,
 
 def _call(op, *args):
     """An operator in eager mode is its Python function: the dispatcher is needed only where calls are recorded."""
-    return op(*args) if modes.is_recorded(args[0]) else op._init_fn(*args)
+    if not modes.is_recorded(args[0]):
+        return op._init_fn(*args)
+    flops.announce()
+    return op(*args)
 
 
 def _is_cheap_to_keep(covariance: Tensor, num_iters: int, x: Tensor) -> bool:

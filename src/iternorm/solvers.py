@@ -65,7 +65,10 @@ def composed(covariance: Tensor, solver: str, num_iters: int = 0) -> Tensor:
         return _newton(covariance, num_iters)[0]
     if solver == "cholesky":
         return _cholesky(covariance)
-    return zca(covariance) if solver == "zca" else _pca_from_eigh(*_eigh(covariance))
+    if solver == "pca":
+        return _pca_from_eigh(*_eigh(covariance))
+    # ZCA's own derivative, which is exact for equal eigenvalues, is a Python function, which a trace cannot save.
+    return _zca_from_eigh(*_eigh(covariance)) if modes.is_traced() else zca(covariance)
 
 
 def solve(covariance: Tensor, solver: str, num_iters: int, keep: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:

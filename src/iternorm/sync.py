@@ -36,6 +36,7 @@ class SyncIterNorm(_IterNorm):
         process_group: the processes to synchronize over; None is all of them.
         device: of parameters and buffers.
         dtype: of parameters and buffers.
+        bias: False learns no `bias`, only the `weight`, if `affine` is set.
         group_size: the number of channels whitened together; None is all of them.
         num_iters: the paper's T, the number of Newton steps, from 0.
         running: "whitening" or "covariance"; see `iternorm.modules.WhiteningNorm`.
@@ -54,6 +55,7 @@ class SyncIterNorm(_IterNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         group_size: int | None = 64,
         num_iters: int = 5,
         running: str = "whitening",
@@ -63,7 +65,7 @@ class SyncIterNorm(_IterNorm):
         if impl in ("reference", "triton"):
             raise ValueError(f'impl="{impl}" does not synchronize; use impl="auto", or IterNorm1d/2d/3d')
         words: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
-        words["activation"] = activation
+        words |= {"activation": activation, "bias": bias}
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **words)
         self.process_group = process_group
         # The group whose ranks have been seen to agree on this layer, by name.
