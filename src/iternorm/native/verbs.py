@@ -75,7 +75,7 @@ def can_read(*activations: Tensor) -> bool:
 
 def can_run(*activations: Tensor) -> bool:
     """Whether the kernels can read these and can be built, which is tried at the first call."""
-    return can_read(*activations) and build.failure(activations[0].dtype) is None
+    return can_read(*activations) and build.is_available(activations[0].dtype)
 
 
 def is_worthwhile(x: Tensor, group_size: int) -> bool:
