@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import gaussian
-from .findings import Claim, Comparison
+from .findings import Claim, Comparison, measured
 from .registry import Context, Plan
 from .results import Config, Result, Row
 
@@ -82,7 +82,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
     by_batch, by_dimension = _panels(results)
     sizes = {result.config["batch_size"] for result in by_batch}
     if not set(POWERS) <= sizes or not set(POWERS) <= {result.config["dimension"] for result in by_dimension}:
-        return [Claim(text, None, "") for text in texts]
+        return [Claim(text, measured(None), "") for text in texts]
     noise = gaussian.curves(by_batch, "batch_size", "snd")
     over_dimensions = gaussian.curves(by_dimension, "dimension", "snd")
     growth = {name: noise[name][2] / noise[name][512] for name in OPERATIONS}
@@ -92,15 +92,15 @@ def claims(results: Sequence[Result]) -> list[Claim]:
     return [
         Claim(
             texts[0],
-            all(noise["BN"][small] > noise["BN"][2 * small] for small in POWERS[:-1]),
+            measured(all(noise["BN"][small] > noise["BN"][2 * small] for small in POWERS[:-1])),
             f"SND of BN by batch size: {gaussian.listed(noise['BN'])}",
         ),
         Claim(
             texts[1],
-            all(over_dimensions["BN"][low] < over_dimensions["BN"][2 * low] for low in POWERS[:-1]),
+            measured(all(over_dimensions["BN"][low] < over_dimensions["BN"][2 * low] for low in POWERS[:-1])),
             f"SND of BN by dimension: {gaussian.listed(over_dimensions['BN'])}",
         ),
         # "Much" is taken as a factor of ten.
-        Claim(texts[2], growth["BN"] > 10 * growth["IterNorm T=5"], sensitivity),
-        Claim(texts[3], spread["BN"] > 10 * spread["IterNorm T=5"], stability),
+        Claim(texts[2], measured(growth["BN"] > 10 * growth["IterNorm T=5"]), sensitivity),
+        Claim(texts[3], measured(spread["BN"] > 10 * spread["IterNorm T=5"]), stability),
     ]

@@ -84,5 +84,6 @@ def claims(results: Sequence[Result]) -> list[Claim]:
             ("generalizes better with IterNorm than with BN (test error, %)", final),
         ):
             low, high = (outcomes.over_seeds(each, value) for each in runs)
-            found.append(outcomes.claim_lower(f"{title(model)} {text}", names, (low, high)))
+            tested = outcomes.num_test(runs[0]) if value is final else None
+            found.append(outcomes.claim_lower(f"{title(model)} {text}", names, (low, high), tested))
     return found
