@@ -3,9 +3,12 @@
 import math
 
 import pytest
+from torch import nn
 
-from iternorm.experiments import curves, fig3, fig6, fig7, figA1, mnist_mlp
+from iternorm import DecorrelatedBatchNorm2d, IterNorm2d
+from iternorm.experiments import curves, fig3, fig4, fig6, fig7, figA1, mnist_mlp, registry
 from iternorm.experiments.findings import Verdict
+from iternorm.experiments.models import build
 from iternorm.experiments.recipe import Recipe
 from iternorm.experiments.registry import Plan
 from iternorm.experiments.results import Result, result_path
@@ -83,6 +86,51 @@ def test_the_papers_settings():
     assert norms == {f"IterNorm T={steps}" for steps in (0, 1, 3, 5, 7)} | {
         f"IterNorm T=5 d={size}" for size in (256, 64, 32, 1)
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("fig3", ("momentum of 0.1", "0.1307 and 0.3081", "three hidden layers")),
+        ("fig4", ("nor eps (ours: 1e-5)", "one batch of 1024", "mean of the paper's 10 repeats")),
+        ("fig5", ("nor eps (ours: 1e-5)", "mean of 10 repeats")),
+        ("fig6", ("momentum of 0.1", "default initialization", "deviation of 0.01", "dropped", "of the last epoch")),
+        (
+            "fig6",
+            ("1e-3 for BN beside IterNorm's 1e-5", "0.0125, which the paper's search names; its scripts have 0.1"),
+        ),
+        ("fig8", ("momentum of 0.1", "64, 64 and 32")),
+        ("table2", ("momentum of 0.1",)),
+        ("table3", ("stride in the 3x3 convolution",)),
+    ],
+)
+def test_departures_are_named(name, told):
+    departures = registry.get(name).field("Departures")
+    assert all(words in departures for words in told)
+
+
+def test_what_the_departures_say_is_so():
+    assert nn.BatchNorm2d(4).momentum == IterNorm2d(4).momentum == DecorrelatedBatchNorm2d(4).momentum == 0.1
+    mlp, vgg = (build(name, "BN", 10, shape) for name, shape in (("mlp", (1, 28, 28)), ("vgg", (3, 32, 32))))
+    assert len(mlp.linears) == 3
+    assert vgg.head.weight.std().item() == pytest.approx(0.01, rel=0.05)
+    resnet = build("resnet-50", "BN", 10, (3, 64, 64), width=1 / 8)
+    strided = {
+        layer.kernel_size
+        for name, layer in resnet.blocks.named_modules()
+        if isinstance(layer, nn.Conv2d) and layer.stride == (2, 2) and "shortcut" not in name
+    }
+    assert strided == {(3, 3)}
+    wide = build("wrn-10-10", "IterNorm T=5 d=64", 10, (3, 32, 32))
+    assert {split(layer.num_features, 64) for layer in wide.modules() if isinstance(layer, IterNorm2d)} >= {
+        (64, 64, 32)
+    }
+    point = fig4.jobs(Plan())[0]
+    assert (point["eps"], point["batch_size"], point["repeats"]) == (1e-5, 1024, 10)
+
+
+def split(channels, size):
+    return (size,) * (channels // size) + ((channels % size,) if channels % size else ())
 
 
 def test_the_best_learning_rate_has_the_least_loss_and_did_not_diverge():

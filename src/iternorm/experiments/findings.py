@@ -53,6 +53,7 @@ class Comparison:
         ours: One value a seed; empty where it was not run.
         unit: Of both.
         note: A departure that concerns this number.
+        count: Of how many repeats a single value of ours is the mean; None where it is of none.
     """
 
     what: str
@@ -60,6 +61,7 @@ class Comparison:
     ours: tuple[float, ...]
     unit: str = "%"
     note: str = ""
+    count: int | None = None
 
 
 @dataclass(frozen=True)

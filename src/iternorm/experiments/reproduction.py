@@ -165,7 +165,8 @@ def _covered(count: int, of: int, part: str) -> str:
 
 def _compared(number: Comparison) -> tuple[str, ...]:
     paper = f"{number.paper} {number.unit}".strip() if number.paper else "–"
-    return number.what, paper, _ours(number), str(len(number.ours)) if number.ours else "–", number.note
+    count = number.count or len(number.ours)
+    return number.what, paper, _ours(number), str(count) if number.ours else "–", number.note
 
 
 def _ours(number: Comparison) -> str:
