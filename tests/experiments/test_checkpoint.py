@@ -85,10 +85,31 @@ def test_the_older_one_stays_until_the_newer_is_whole(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_to_disk", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"checkpoint-000002 could not be written: No space left on device: make room"):
         checkpoint.save(tmp_path, RECIPE, [*ROWS, {"iteration": 20}], model, optimizer)
+    # What was written of it takes no room.
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001"]
     assert checkpoint.load(tmp_path, RECIPE).rows == ROWS
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001"]
+
+
+def test_one_that_safetensors_cannot_write_names_its_path(tmp_path, monkeypatch):
+    import safetensors.torch
+
+    def full(tensors, path):
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    model = network()
+    with pytest.raises(OSError, match=r"checkpoint-000001 could not be written: I/O error: No space left"):
+        checkpoint.save(tmp_path, RECIPE, ROWS, model, trained(model))
+
+
+def test_one_in_a_folder_that_cannot_be_made_names_its_path(tmp_path):
+    (tmp_path / "file").touch()
+    model = network()
+    with pytest.raises(OSError, match=r"file/run/checkpoint-000001 could not be written: Not a directory"):
+        checkpoint.save(tmp_path / "file" / "run", RECIPE, ROWS, model, trained(model))
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -100,7 +100,7 @@ def test_smoke_runs_through_the_registry(name, tmp_path):
     pytest.importorskip("accelerate")
     experiment = EXPERIMENTS[name]
     jobs = registry.select([experiment], Plan(smoke=True))
-    outcomes = list(sweep.run(jobs, tmp_path / "results"))
+    outcomes = list(sweep.run(jobs, tmp_path / "results", sweep.Options(threads=1)))
     assert [(outcome.what, outcome.error) for outcome in outcomes] == [("ran", None)] * len(jobs)
     for outcome in outcomes:
         last = outcome.result.rows[-1]

@@ -13,12 +13,14 @@ from iternorm.experiments.findings import Verdict, measured
 from iternorm.experiments.registry import Experiment, Plan
 
 ROOT = Path(__file__).parent.parent.parent
+# As `iternorm run --smoke` has it.
+SMOKE = sweep.Options(threads=1)
 
 
 def swept(name, root):
     """The results of a smoke run."""
     jobs = registry.select([registry.get(name)], Plan(smoke=True))
-    return [outcome.result for outcome in sweep.run(jobs, root)]
+    return [outcome.result for outcome in sweep.run(jobs, root, SMOKE)]
 
 
 @pytest.fixture
@@ -133,7 +135,7 @@ class TestEveryExperiment:
         experiment = registry.get(name)
         jobs = registry.select([experiment], Plan(smoke=True))
         steps = []
-        for outcome in sweep.run(jobs, tmp_path, progress=lambda *values: steps.append(values)):
+        for outcome in sweep.run(jobs, tmp_path, SMOKE, progress=lambda *values: steps.append(values)):
             assert outcome.what == "ran", outcome.error
             assert outcome.result.rows
         # Every job reports its end.

@@ -104,7 +104,7 @@ def test_smoke_runs_through_the_registry_once_for_both(tmp_path):
     pytest.importorskip("accelerate")
     root, plan = tmp_path / "results", Plan(smoke=True)
     jobs = registry.select([EXPERIMENTS["table1"]], plan)
-    outcomes = list(sweep.run(jobs, root))
+    outcomes = list(sweep.run(jobs, root, sweep.Options(threads=1)))
     assert [(outcome.what, outcome.error) for outcome in outcomes] == [("ran", None)] * len(jobs)
     for outcome in outcomes:
         assert [row["epoch"] for row in outcome.result.rows] == [1, 2]

@@ -89,35 +89,54 @@ def save(folder: Path, recipe: Recipe, rows: Sequence[Row], model: nn.Module, op
 
     Returns:
         The folder of the checkpoint.
-    """
-    from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
+    Raises:
+        OSError: It cannot be written. The older ones stay.
+    """
+    from safetensors import SafetensorError
+
     target = folder / f"{_PREFIX}{len(rows):06d}"
     partial = folder / f".{target.name}.part"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, partial / _WEIGHTS)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(partial, recipe, rows, model, optimizer)
+        if target.exists():
+            # Only if a run was resumed from an older one by hand.
+            _remove(target)
+        partial.rename(target)
+        _to_disk(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        why = getattr(error, "strerror", None) or error
+        raise OSError(
+            f"the checkpoint {target} could not be written: {why}: make room or change permissions there"
+        ) from error
+    _remove_others(target)
+    return target
+
+
+def _write(
+    place: Path, recipe: Recipe, rows: Sequence[Row], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """The three files, brought to the disk."""
+    from safetensors.torch import save_file
+
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, place / _WEIGHTS)
     momentum = {}
     for name, parameter in model.named_parameters():
         buffer = optimizer.state.get(parameter, {}).get("momentum_buffer")
         if buffer is not None:
             momentum[name] = buffer.contiguous()
-    save_file(momentum, partial / _MOMENTUM)
+    save_file(momentum, place / _MOMENTUM)
     state: dict[str, Any] = {"format": FORMAT, "recipe": dataclasses.asdict(recipe), "rows": list(rows)}
-    state["sha256"] = {name: _digest(partial / name) for name in (_WEIGHTS, _MOMENTUM)}
+    state["sha256"] = {name: _digest(place / name) for name in (_WEIGHTS, _MOMENTUM)}
     state["sha256"][_STATE] = _digest_of(state)
-    (partial / _STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
+    (place / _STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
     for name in (_WEIGHTS, _MOMENTUM, _STATE):
-        _to_disk(partial / name)
-    _to_disk(partial)
-    if target.exists():
-        # Only if a run was resumed from an older one by hand.
-        _remove(target)
-    partial.rename(target)
-    _to_disk(folder)
-    _remove_others(target)
-    return target
+        _to_disk(place / name)
+    _to_disk(place)
 
 
 def load(folder: Path, recipe: Recipe) -> Checkpoint | None:
