@@ -11,6 +11,7 @@ import iternorm
 from iternorm import bench, cli
 from iternorm.__main__ import main
 from iternorm.bench.devices import Case
+from iternorm.experiments import demo
 from page_checks import assert_self_contained
 
 
@@ -121,6 +122,19 @@ def test_an_output_that_is_a_file_is_refused_before_the_work(invoke, tmp_path):
     assert invoke("bench", "--json", tmp_path).exit_code == 2
 
 
+@pytest.mark.parametrize("arguments", [["demo", "--out", "file/new"], ["bench", "--json", "file/new.json"]])
+def test_an_output_that_cannot_be_written_is_said_before_the_work(invoke, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for module, work in ((bench, "run"), (demo, "run")):
+        monkeypatch.setattr(module, work, lambda **arguments: pytest.fail("work before the arguments were checked"))
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: file/new")
+    assert "cannot be written: file is not a folder" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_traceback_on_request(invoke, monkeypatch):
     monkeypatch.setenv("ITERNORM_TRACEBACK", "1")
     result = invoke("bench", "--rounds", "0")
@@ -157,3 +171,36 @@ def test_main_runs_the_app(monkeypatch, capsys):
         main()
     assert exit.value.code == 0
     assert "iternorm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("encoding", "text"), [("ascii", "k 1.2 - 3 us ?"), ("cp1252", "k 1.2 – 3 µs ?")])
+def test_letters_that_an_encoding_lacks_have_others_in_their_place(encoding, text):
+    assert "κ 1.2 – 3 µs √".encode(encoding, errors="iternorm.plain").decode(encoding) == text
+
+
+def complete(line):
+    """What bash is offered for the last word of a line."""
+    words = line.split(" ")
+    asked = {"_ITERNORM_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    return CliRunner().invoke(cli.app, [], env=asked, prog_name="iternorm").stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("iternorm a", ["analyze"]),
+        ("iternorm run figA", ["figA1", "figA2"]),
+        ("iternorm run fig1 a", ["all"]),
+        ("iternorm plot table", ["table1", "table2", "table3", "tableA1"]),
+        ("iternorm run fig1 --device c", ["cpu", "cuda"]),
+        ("iternorm analyze nets.py:net --data m", ["mnist"]),
+        ("iternorm analyze nets.py:net --mode e", ["eval"]),
+        ("iternorm bench --q", ["--quick"]),
+    ],
+)
+def test_a_shell_completes_verbs_ids_and_choices(line, expected):
+    assert complete(line) == expected
+
+
+def test_help_says_how_to_install_completion(invoke):
+    assert "--install-completion" in invoke("--help").stdout

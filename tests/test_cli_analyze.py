@@ -1,11 +1,16 @@
 """`iternorm analyze`: what it prints, what it writes, and how it fails."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from iternorm import cli
+from iternorm.analysis import ModelAnalysis
 from page_checks import assert_self_contained
 
 MODELS = """
@@ -23,6 +28,11 @@ def bare():
 
 def number():
     return 3
+
+instance = mlp()
+
+def work():
+    raise AssertionError("work before the arguments were checked")
 """
 
 
@@ -89,3 +99,61 @@ def test_analyze_says_in_one_line_what_is_wrong(invoke, arguments, text):
     message = " ".join(result.stderr.split())
     assert message.startswith("error: ")
     assert text in message
+
+
+def test_analyze_takes_a_model_in_place_of_a_function(invoke):
+    result = invoke("analyze", "nets.py:instance", "--data", "digits", "--snd", "off", "--examples", 100)
+    assert result.exit_code == 0, result.output
+    assert [line.split()[0] for line in result.stdout.splitlines()[2:4]] == ["2", "5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "tpu"], "error: device='tpu' is not known to torch: use 'cpu' or 'cuda'\n"),
+        (["--html", "nets.py/a.html"], "error: nets.py/a.html cannot be written: nets.py is not a folder\n"),
+        (["--json", "nets.py/x/a.json"], "error: nets.py/x/a.json cannot be written: nets.py is not a folder\n"),
+    ],
+)
+def test_what_cannot_end_well_is_said_before_any_work(invoke, tmp_path, arguments, message):
+    before = sorted(tmp_path.iterdir())
+    result = invoke("analyze", "nets.py:work", "--data", "digits", *arguments)
+    assert (result.exit_code, result.stderr) == (2, message)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_analyze_on_cuda_without_a_device_is_one_line_before_any_work(invoke):
+    result = invoke("analyze", "nets.py:work", "--data", "digits", "--device", "cuda")
+    assert result.exit_code == 2
+    assert result.stderr == "error: device='cuda' needs a CUDA device and torch sees none: use device='cpu'\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_must_not_be_written_is_said_before_any_work(invoke, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    result = invoke("analyze", "nets.py:work", "--data", "digits", "--html", "locked/a.html")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: locked/a.html cannot be written: Permission denied")
+
+
+def test_a_terminal_without_greek_letters_loses_nothing(invoke, tmp_path):
+    command = [sys.executable, "-m", "iternorm", "analyze", "nets.py:mlp", "--data", "digits", "--examples", "100"]
+    command += ["--snd", "8", "--json", "a.json", "--html", "a.html"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    output = ended.stdout.decode("ascii")
+    # One letter for one letter: the columns stay in line.
+    assert "k in  k out  |r| in" in output
+    assert "k: condition number" in output
+    assert output.endswith("Written: a.json\nWritten: a.html\n")
+    assert (tmp_path / "a.json").exists()
+    assert "κ" in (tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+def test_files_are_written_before_anything_is_printed(invoke, tmp_path, monkeypatch):
+    monkeypatch.setattr(ModelAnalysis, "table", lambda self: 1 / 0)
+    result = invoke("analyze", "nets.py:mlp", "--data", "digits", "--examples", 100, "--snd", "off", "--json", "a.json")
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert (tmp_path / "a.json").exists()

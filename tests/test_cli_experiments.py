@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 import tiny_experiment
 from iternorm import cli
-from iternorm.experiments import console, locks, ray_sweep, registry, results
+from iternorm.experiments import console, data, locks, ray_sweep, registry, results
 from iternorm.experiments.registry import Experiment
+from iternorm.threads import num_threads
 
 
 @pytest.fixture
@@ -64,6 +65,13 @@ def test_run_then_plot(invoke, tmp_path):
     assert (tmp_path / "results" / "fig2" / "fig2-smoke.png").stat().st_size > 2000
     assert invoke("plot", "fig2", "--smoke", "--out", "x/fig.svg").exit_code == 0
     assert (tmp_path / "x" / "fig.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("verb", ["run", "plot"])
+def test_without_an_id_the_usage_is_shown(invoke, verb):
+    result = invoke(verb)
+    assert result.exit_code == 2
+    assert "Missing argument 'ID...'" in result.stderr
 
 
 def test_run_takes_several_ids_seeds_and_a_selection(invoke, tiny):
@@ -156,6 +164,53 @@ def test_data_and_options_reach_the_job(invoke, tiny, monkeypatch, tmp_path):
     name = results.result_path(tmp_path, "tiny", tiny.jobs()[1]).stem
     assert seen == [(str(tmp_path / "d"), Path("r/.tensorboard/tiny") / name, True)]
     assert os.environ["ITERNORM_DATA"] == "before"
+
+
+@pytest.mark.parametrize("smoke", [True, False])
+def test_the_small_size_runs_on_one_thread(invoke, tiny, monkeypatch, smoke):
+    seen = []
+
+    def run(config, context):
+        seen.append(torch.get_num_threads())
+        return [{"value": 1}]
+
+    monkeypatch.setattr(tiny_experiment, "run", run)
+    with num_threads(2):
+        assert invoke("run", "tiny", "--only", "dbn", *(["--smoke"] if smoke else [])).exit_code == 0
+        assert torch.get_num_threads() == 2
+    assert seen == [1 if smoke else 2]
+
+
+def test_the_data_folder_decides_which_jobs_the_small_size_has(invoke, tiny, monkeypatch, tmp_path):
+    def jobs(plan):
+        return [{"job": "a", "data": data.real_or_generated("mnist")}]
+
+    monkeypatch.setattr(tiny_experiment, "jobs", jobs)
+    monkeypatch.setattr(tiny_experiment, "run", lambda config, context: [{"value": 1}])
+    (tmp_path / "d" / "mnist").mkdir(parents=True)
+    for name in data.MNIST_MD5:
+        (tmp_path / "d" / "mnist" / name).touch()
+    assert invoke("run", "tiny", "--smoke", "--data", "d").exit_code == 0
+    real = results.result_path(tmp_path / "results", "tiny", {"job": "a", "data": "mnist"})
+    assert [path.name for path in (tmp_path / "results" / "tiny").iterdir()] == [real.name]
+
+    def listed(*arguments):
+        return next(line for line in invoke("ls", "--smoke", *arguments).stdout.splitlines() if line.startswith("tiny"))
+
+    assert "1 of 1" in listed("--data", "d")
+    assert "0 of 1" in listed()
+    assert invoke("plot", "tiny", "--smoke", "--data", "d").exit_code == 0
+    assert "none of 1 results" in invoke("plot", "tiny", "--smoke").stderr
+
+
+@pytest.mark.parametrize("verb", [("ls",), ("plot", "tiny")])
+def test_a_results_file_that_cannot_be_used_is_named(invoke, tiny, verb):
+    invoke("run", "tiny")
+    path = results.result_path(Path("results"), "tiny", tiny.jobs()[0])
+    path.write_bytes(b"\xff\xfe")
+    result = invoke(*verb)
+    assert result.exit_code == 0, result.output
+    assert f"warning: {path} is not UTF-8 text" in words(result.stderr)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ OSError or a missing package, and is printed as one line; with ITERNORM_TRACEBAC
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,6 @@ from typer.core import TyperCommand
 app = typer.Typer(
     help="Whitening normalization for PyTorch: see it, measure it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 console = Console()
@@ -69,6 +69,32 @@ def _require(*packages: str) -> None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
+def _check_outputs(*paths: Path | None) -> None:
+    """Fail before the work, not after it, where a file cannot be written."""
+    from iternorm.analysis.report import check_writable
+
+    for path in paths:
+        if path is not None:
+            check_writable(path)
+
+
+def _one_of(*choices: str) -> Callable[[str], list[str]]:
+    """What a shell completes an option's value with."""
+    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
+
+
+def _ids(incomplete: str) -> list[str]:
+    from iternorm.experiments.registry import EXPERIMENTS
+
+    return _one_of(*EXPERIMENTS, "all")(incomplete)
+
+
+def _data_sets(incomplete: str) -> list[str]:
+    from iternorm.experiments.data import DATA_SETS
+
+    return _one_of(*DATA_SETS)(incomplete)
+
+
 def _progress(*more: ProgressColumn, disable: bool = False) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
@@ -88,6 +114,18 @@ def _print_version(wanted: bool) -> None:
 
         console.print(f"iternorm {__version__}", highlight=False)
         raise typer.Exit
+
+
+_Device = Annotated[str, typer.Option(help="cpu or cuda.", autocompletion=_one_of("cpu", "cuda"))]
+_Experiments = Annotated[
+    list[str], typer.Argument(metavar="ID...", help="Ids that `iternorm ls` lists, or all.", autocompletion=_ids)
+]
+_Results = Annotated[Path, typer.Option("--results", file_okay=False, help="The folder of results.")]
+_Smoke = Annotated[bool, typer.Option("--smoke", help="The small size: all experiments in a minute or two.")]
+_Data = Annotated[
+    Path | None,
+    typer.Option("--data", file_okay=False, help="The folder of data sets; $ITERNORM_DATA unless given."),
+]
 
 
 @app.callback()
@@ -113,6 +151,7 @@ def demo(
     from iternorm.experiments import demo_report
 
     experiment.check_arguments(epochs, seed)
+    _check_outputs(out / "report.html")
     with _progress() as progress:
         task = progress.add_task("training", total=experiment.count_steps(epochs))
 
@@ -120,14 +159,14 @@ def demo(
             progress.update(task, advance=1, description=description)
 
         results = experiment.run(epochs=epochs, seed=seed, progress=step)
-    console.print(demo_report.table(results))
     page = demo_report.write(results, out)
+    console.print(demo_report.table(results))
     console.print(f"Report: {page}", highlight=False, soft_wrap=True)
 
 
 @verb
 def bench(
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: _Device = "cpu",
     rounds: Annotated[int, typer.Option(help="Timings of each layer; the median is shown.")] = 15,
     json: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write every timing and the provenance to this file.")
@@ -139,6 +178,7 @@ def bench(
     from iternorm import bench as benchmark
 
     benchmark.check_arguments(device, rounds, threads, quick)
+    _check_outputs(json)
 
     def save(result: dict) -> None:
         if json is not None:
@@ -173,12 +213,15 @@ def bench(
 
 @verb
 def analyze(
-    model_factory: Annotated[str, typer.Argument(help="module:function or file.py:function that returns a model.")],
+    model_factory: Annotated[
+        str, typer.Argument(help="module:name or file.py:name of a model, or of a function that returns one.")
+    ],
     data: Annotated[
         str,
         typer.Option(
             help="digits, mnist, cifar10 (the latter under $ITERNORM_DATA), a .npy, .npz or .pt file, or "
-            "a folder of images."
+            "a folder of images.",
+            autocompletion=_data_sets,
         ),
     ],
     batch_size: Annotated[int, typer.Option(help="Examples in a batch of the pass over the data.")] = 64,
@@ -190,10 +233,15 @@ def analyze(
     alternative: Annotated[
         list[str] | None, typer.Option(help="What to compare with: BN, 'DBN-16', 'IterNorm T=5 d=64'; repeat it.")
     ] = None,
-    mode: Annotated[str, typer.Option(help="train (batch statistics) or eval (running statistics).")] = "train",
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="train (batch statistics) or eval (running statistics).", autocompletion=_one_of("train", "eval")
+        ),
+    ] = "train",
     image_size: Annotated[int | None, typer.Option(help="Scale and crop the images of a folder to this.")] = None,
     flatten: Annotated[bool, typer.Option("--flatten", help="Give the model vectors instead of images.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: _Device = "cpu",
     seed: Annotated[int, typer.Option(help="Decides the examples, their order and the draws.")] = 0,
     json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write all values to this file.")] = None,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write a page with plots to this file.")] = None,
@@ -205,7 +253,9 @@ def analyze(
 
     sizes = _batch_sizes(snd)
     others = None if not alternative else [Whitening.parse(label) for label in alternative]
-    model = inputs.build_model(model_factory).to(device)
+    _check_outputs(json, html)
+    target = inputs.open_device(device)
+    model = inputs.build_model(model_factory).to(target)
     batches = inputs.open_batches(
         data, batch_size=batch_size, max_examples=examples, image_size=image_size, flatten=flatten, seed=seed
     )
@@ -219,11 +269,14 @@ def analyze(
 
         options: dict[str, Any] = {"layers": layer or None, "batch_sizes": sizes, "mode": mode, "seed": seed}
         result = analyze_model(model, batches, alternatives=others, progress=step, **options)
+    # Files first: they are what is left if nothing can be printed.
+    if json is not None:
+        result.to_json(json)
+    if html is not None:
+        result.to_html(html)
     console.print(result.table(), highlight=False, soft_wrap=True, markup=False)
-    for path, write in ((json, result.to_json), (html, result.to_html)):
-        if path is not None:
-            write(path)
-            console.print(f"Written: {path}", highlight=False, soft_wrap=True)
+    for path in filter(None, (json, html)):
+        console.print(f"Written: {path}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _batch_sizes(text: str) -> tuple[int, ...]:
@@ -235,23 +288,29 @@ def _batch_sizes(text: str) -> tuple[int, ...]:
         raise ValueError(f"--snd is {text!r}, but batch sizes such as 8,32,128 or off are needed") from None
 
 
-_Results = Annotated[Path, typer.Option("--results", file_okay=False, help="The folder of results.")]
-_Smoke = Annotated[bool, typer.Option("--smoke", help="The small size, of seconds.")]
-
-
 @verb
-def ls(smoke: _Smoke = False, results: _Results = Path("results")) -> None:
+def ls(smoke: _Smoke = False, data: _Data = None, results: _Results = Path("results")) -> None:
     """List the experiments, one for each figure and table of the paper, and how much of each is done here."""
     from rich.table import Table
 
     from iternorm.experiments import registry
 
     table = Table("id", "what", "cost", "results", box=None, pad_edge=False)
-    for name in registry.EXPERIMENTS:
-        experiment = registry.get(name)
-        state = registry.survey(experiment, results, smoke=smoke)
-        table.add_row(name, experiment.title.rstrip("."), experiment.cost, str(state))
+    unusable: list[str] = []
+    with _data_folder(data):
+        for name in registry.EXPERIMENTS:
+            experiment = registry.get(name)
+            state = registry.survey(experiment, results, smoke=smoke)
+            unusable += state.unusable
+            table.add_row(name, experiment.title.rstrip("."), experiment.cost, str(state))
+    _warn(unusable)
     console.print(table, highlight=False)
+
+
+def _warn(reasons: Iterable[str]) -> None:
+    # Experiments that share results share what is wrong with them.
+    for reason in dict.fromkeys(reasons):
+        _errors.print(f"warning: {reason}", style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 class _OptionalAddress(TyperCommand):
@@ -259,7 +318,7 @@ class _OptionalAddress(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = []
-        for word, following in zip(args, [*args[1:], ""], strict=True):
+        for word, following in pairwise([*args, ""]):
             # An address is host:port, ray://host:port or auto; anything else behind --ray is another argument.
             alone = word == "--ray" and not (":" in following or following in ("auto", "local"))
             given.append("--ray=local" if alone else word)
@@ -269,20 +328,18 @@ class _OptionalAddress(TyperCommand):
 @app.command(cls=_OptionalAddress)
 @_with_plain_errors
 def run(
-    experiments: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids that `iternorm ls` lists, or all.")],
+    experiments: _Experiments,
     seeds: Annotated[int | None, typer.Option(help="How many seeds, where an experiment has any.")] = None,
     only: Annotated[
         list[str] | None, typer.Option(help="Only jobs whose name contains this, or matches it (* and ?); repeat it.")
     ] = None,
     smoke: _Smoke = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: _Device = "cpu",
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write event files below .tensorboard in the folder of results.")
     ] = False,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the models with torch.compile.")] = False,
-    data: Annotated[
-        Path | None, typer.Option(file_okay=False, help="The folder of data sets; $ITERNORM_DATA unless given.")
-    ] = None,
+    data: _Data = None,
     ray: Annotated[
         str | None,
         typer.Option(metavar="[ADDRESS]", help="Run the jobs on the Ray cluster there, or on a Ray of this machine."),
@@ -294,13 +351,17 @@ def run(
     from iternorm.experiments import console as screen
     from iternorm.experiments import registry, sweep
 
-    jobs = registry.select(registry.get_all(experiments), registry.Plan(smoke, device, seeds), only or ())
-    options = sweep.Options(device, tensorboard, compile)
+    chosen, plan = registry.get_all(experiments), registry.Plan(smoke, device, seeds)
+    # Tensors of the small size are so small that threads only wait for each other: all of it took half a minute of
+    # processor time with one, and nine minutes with two on a machine that others used too.
+    options = sweep.Options(device, tensorboard, compile, threads=1 if smoke else None)
     silent = not sweep.is_first_process()
     # Where both are one terminal, lines have to pass through the console that draws the bars.
     output = _errors if console.is_terminal and _errors.is_terminal else console
     output = Console(quiet=True) if silent else output
-    with _variable("ITERNORM_DATA", data), _progress(TextColumn("{task.fields[values]}"), disable=silent) as progress:
+    # The small size takes real data where they are, so the folder decides which jobs there are.
+    with _data_folder(data), _progress(TextColumn("{task.fields[values]}"), disable=silent) as progress:
+        jobs = registry.select(chosen, plan, only or ())
         bars = screen.Bars(progress, jobs)
         if ray is not None:
             _require("ray")
@@ -320,24 +381,25 @@ def run(
 
 
 @contextmanager
-def _variable(name: str, value: Path | None) -> Iterator[None]:
-    """An environment variable, set for a while where there is a value."""
-    before = os.environ.get(name)
-    if value is not None:
-        os.environ[name] = str(value.absolute())
+def _data_folder(folder: Path | None) -> Iterator[None]:
+    """ITERNORM_DATA in the environment, for a while, where there is a folder."""
+    before = os.environ.get("ITERNORM_DATA")
+    if folder is not None:
+        os.environ["ITERNORM_DATA"] = str(folder.absolute())
     try:
         yield
     finally:
-        if value is not None:
-            os.environ.pop(name)
+        if folder is not None:
+            del os.environ["ITERNORM_DATA"]
             if before is not None:
-                os.environ[name] = before
+                os.environ["ITERNORM_DATA"] = before
 
 
 @verb
 def plot(
-    experiments: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids that `iternorm ls` lists, or all.")],
+    experiments: _Experiments,
     smoke: _Smoke = False,
+    data: _Data = None,
     results: _Results = Path("results"),
     out: Annotated[
         Path | None,
@@ -351,12 +413,12 @@ def plot(
     chosen = registry.get_all(experiments)
     if out is not None and len(chosen) > 1:
         raise ValueError(f"--out {out} is one file, for one experiment: {len(chosen)} are given")
-    for experiment in chosen:
-        path, state = registry.draw(experiment, results, smoke=smoke, out=out)
-        for reason in state.unusable:
-            _errors.print(f"warning: {reason}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-        part = f"  ({state})" if state.missing else ""
-        console.print(f"Written: {path}{part}", highlight=False, soft_wrap=True, markup=False)
+    with _data_folder(data):
+        for experiment in chosen:
+            path, state = registry.draw(experiment, results, smoke=smoke, out=out)
+            _warn(state.unusable)
+            part = f"  ({state})" if state.missing else ""
+            console.print(f"Written: {path}{part}", highlight=False, soft_wrap=True, markup=False)
 
 
 @verb

@@ -85,10 +85,31 @@ def test_the_older_one_stays_until_the_newer_is_whole(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_to_disk", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"checkpoint-000002 could not be written: No space left on device: make room"):
         checkpoint.save(tmp_path, RECIPE, [*ROWS, {"iteration": 20}], model, optimizer)
+    # What was written of it takes no room.
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001"]
     assert checkpoint.load(tmp_path, RECIPE).rows == ROWS
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001"]
+
+
+def test_one_that_safetensors_cannot_write_names_its_path(tmp_path, monkeypatch):
+    import safetensors.torch
+
+    def full(tensors, path):
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    model = network()
+    with pytest.raises(OSError, match=r"checkpoint-000001 could not be written: I/O error: No space left"):
+        checkpoint.save(tmp_path, RECIPE, ROWS, model, trained(model))
+
+
+def test_one_in_a_folder_that_cannot_be_made_names_its_path(tmp_path):
+    (tmp_path / "file").touch()
+    model = network()
+    with pytest.raises(OSError, match=r"file/run/checkpoint-000001 could not be written: Not a directory"):
+        checkpoint.save(tmp_path / "file" / "run", RECIPE, ROWS, model, trained(model))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -101,6 +122,27 @@ def test_one_that_is_cut_short_is_set_aside(tmp_path, name, left):
         assert checkpoint.load(tmp_path, RECIPE) is None
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001.unusable"]
     assert checkpoint.load(tmp_path, RECIPE) is None
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_that_is_damaged_is_set_aside(tmp_path, name):
+    model = network()
+    path = checkpoint.save(tmp_path, RECIPE, ROWS, model, trained(model))
+    content = (path / name).read_bytes()
+    # One bit of the last number, or of the number of iterations: all of it can still be read.
+    where = content.index(b": 10,") + 2 if name == "state.json" else len(content) - 1
+    (path / name).write_bytes(content[:where] + bytes([content[where] ^ 2]) + content[where + 1 :])
+    with pytest.warns(UserWarning, match=rf"checkpoint-000001 is damaged: {name} is not what was written.*renamed"):
+        assert checkpoint.load(tmp_path, RECIPE) is None
+
+
+def test_one_from_before_there_were_digests_is_taken(tmp_path):
+    model = network()
+    path = checkpoint.save(tmp_path, RECIPE, ROWS, model, trained(model))
+    state = json.loads((path / "state.json").read_text())
+    del state["sha256"]
+    (path / "state.json").write_text(json.dumps(state))
+    assert checkpoint.load(tmp_path, RECIPE).rows == ROWS
 
 
 def test_one_with_a_missing_file_is_set_aside(tmp_path):
@@ -136,6 +178,8 @@ def test_a_field_the_writer_did_not_know_had_its_default(tmp_path):
     path = checkpoint.save(tmp_path, RECIPE, ROWS, model, trained(model))
     state = json.loads((path / "state.json").read_text())
     del state["recipe"]["width"]
+    # A writer that knew fewer fields wrote no digests either, or digests of what it wrote.
+    del state["sha256"]
     (path / "state.json").write_text(json.dumps(state))
     assert checkpoint.load(tmp_path, RECIPE).rows == ROWS
     with pytest.raises(CheckpointError, match="width"):

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import io
+import re
 import shutil
 import socket
 import sys
@@ -154,7 +155,7 @@ def failing(name, expected, error=OSError):
     return str(raised.value)
 
 
-def test_nobody_answers(published, monkeypatch):
+def test_nobody_answers(published, monkeypatch, tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/"
@@ -162,11 +163,15 @@ def test_nobody_answers(published, monkeypatch):
     message = failing("mnist", f"{IMAGES} is not in .*mnist and could not be downloaded", ConnectionError)
     assert url in message
     assert "refused" in message
-    assert "set ITERNORM_DATA to the folder that has mnist/" in message
     assert "Max retries" not in message
+    # The remedy is true: files that are put there are found.
+    place = Path(re.search(r"put the published files into (\S+),", message)[1])
+    assert place == tmp_path / "data" / "mnist"
+    shutil.copytree(tmp_path / "published" / "mnist", place, dirs_exist_ok=True)
+    assert len(data.load("mnist").images) == 5
 
 
-def test_the_name_of_the_server_is_not_known(published, monkeypatch):
+def test_the_name_of_the_server_is_not_known(published, server, monkeypatch, tmp_path):
     def unknown(*arguments, **options):
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -174,6 +179,12 @@ def test_the_name_of_the_server_is_not_known(published, monkeypatch):
     monkeypatch.setattr(download, "CIFAR10_URLS", ("http://iternorm.invalid/cifar-10-binary.tar.gz",))
     message = failing("cifar10", "cifar-10-binary.tar.gz is not in .* and could not be downloaded", ConnectionError)
     assert "Name or service not known" in message
+    # The remedy is true: the archive, unpacked there, is found.
+    place = Path(re.search(r"unpack cifar-10-binary.tar.gz in (\S+), which makes", message)[1])
+    assert f"which makes {place / 'cifar-10-batches-bin'}" in message
+    with tarfile.open(fileobj=io.BytesIO(server.files["cifar-10-binary.tar.gz"])) as opened:
+        opened.extractall(place, [member for member in opened if ".." not in member.name], filter="data")
+    assert len(data.load("cifar10").images) == 15
 
 
 def test_a_file_that_is_gone(published, server):

@@ -1,20 +1,41 @@
 """A model and its data from the words of a command line."""
 
+import json
 import pickle
+import sys
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from iternorm.experiments.inputs import build_model, open_batches
+from iternorm.experiments.inputs import build_model, open_batches, open_device
+
+MODELS = """
+from torch import nn
+
+SIZE = 4
+
+def net():
+    return nn.BatchNorm1d(3)
+
+def number():
+    return 3
+
+def wide(width):
+    return nn.BatchNorm1d(width)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch):
+    """The folders of models go onto the path, and off it again after a test."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 @pytest.fixture
 def factories(tmp_path, monkeypatch):
-    (tmp_path / "my_models.py").write_text(
-        "from torch import nn\n\ndef net():\n    return nn.BatchNorm1d(3)\n\ndef number():\n    return 3\n\nSIZE = 4\n"
-    )
+    (tmp_path / "my_models.py").write_text(MODELS)
     (tmp_path / "broken_models.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
@@ -31,8 +52,9 @@ def test_factories(factories, factory):
     [
         ("my_models", "module:function"),
         (":net", "module:function"),
-        ("my_models:nett", "no function 'nett'; it has: net, number"),
-        ("my_models:SIZE", "no function 'SIZE'"),
+        ("my_models:nett", "no model or function 'nett'; it has: net, number, wide"),
+        ("my_models:SIZE", "no model or function 'SIZE'"),
+        ("my_models:wide", r"my_models:wide cannot be called without arguments \(missing .*'width'\): wrap it"),
         ("my_models:number", "returned a int, not a torch.nn.Module"),
         ("nowhere.at_all:net", "no module 'nowhere'"),
         ("nowhere.py:net", "no file nowhere.py"),
@@ -46,6 +68,87 @@ def test_wrong_factories_are_named(factories, factory, text):
 def test_an_import_that_the_factory_misses_is_not_blamed_on_the_name(factories):
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
         build_model("broken_models:net")
+
+
+def write(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+
+
+BLOCK = "from torch import nn\n\ndef block():\n    return nn.BatchNorm1d(3)\n"
+
+
+def test_a_file_finds_its_neighbours_at_once_and_later(tmp_path):
+    write(
+        tmp_path / "models",
+        with_neighbours="import early_one\n\ndef net():\n    from late_one import block\n    return block()\n",
+        early_one=BLOCK,
+        late_one=BLOCK,
+    )
+    assert isinstance(build_model(f"{tmp_path / 'models' / 'with_neighbours.py'}:net"), torch.nn.BatchNorm1d)
+
+
+@pytest.mark.parametrize("statement", ["from .inner_block import block", "from ..outer_block import block"])
+def test_a_file_of_a_package_finds_its_neighbours(tmp_path, statement):
+    package = f"package_{statement.count('.')}"
+    write(tmp_path / package, __init__="", outer_block=BLOCK)
+    write(
+        tmp_path / package / "sub",
+        __init__="",
+        inner_block=BLOCK,
+        relative=f"{statement}\n\ndef net(): return block()\n",
+    )
+    assert isinstance(build_model(f"{tmp_path / package / 'sub' / 'relative.py'}:net"), torch.nn.BatchNorm1d)
+
+
+def test_a_file_may_hold_dataclasses_with_postponed_annotations(tmp_path):
+    write(
+        tmp_path,
+        postponed="from __future__ import annotations\nfrom dataclasses import dataclass\nfrom typing import ClassVar\n"
+        "from torch import nn\n\n@dataclass\nclass Settings:\n    kind: ClassVar[str] = 'a'\n    width: int = 3\n\n"
+        "def net():\n    return nn.BatchNorm1d(Settings().width)\n",
+    )
+    assert build_model(f"{tmp_path / 'postponed.py'}:net").num_features == 3
+
+
+def test_two_files_of_one_name_are_two_modules_and_a_library_keeps_its_own(tmp_path):
+    for folder, width in (("one", 3), ("two", 4)):
+        text = f"from torch import nn\n\ndef net():\n    return nn.BatchNorm1d({width})\n"
+        write(tmp_path / folder, same_name=text, json=text)
+        assert build_model(f"{tmp_path / folder / 'same_name.py'}:net").num_features == width
+        assert build_model(f"{tmp_path / folder / 'json.py'}:net").num_features == width
+    assert sys.modules["json"] is json
+
+
+def test_a_file_that_fails_leaves_no_module(tmp_path):
+    write(tmp_path, half_a_module="import a_package_that_is_not_there\n")
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        build_model(f"{tmp_path / 'half_a_module.py'}:net")
+    assert "half_a_module" not in sys.modules
+
+
+def test_a_model_itself_is_as_good_as_a_function(tmp_path):
+    write(tmp_path, instance="from torch import nn\n\nmodel = nn.BatchNorm1d(3)\n")
+    assert build_model(f"{tmp_path / 'instance.py'}:model").num_features == 3
+
+
+@pytest.mark.parametrize(("name", "expected"), [("cpu", "cpu"), ("meta", "meta")])
+def test_a_device_that_is_there(name, expected):
+    assert open_device(name).type == expected
+
+
+@pytest.mark.parametrize("name", ["tpu", "cpu:x", ""])
+def test_a_device_that_torch_does_not_know_is_named(name):
+    with pytest.raises(ValueError, match=f"device={name!r} is not known to torch: use 'cpu' or 'cuda'"):
+        open_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_a_device_that_is_missing_is_named(name):
+    with pytest.raises(ValueError, match=f"device={name!r} needs a CUDA device and torch sees none: use device='cpu'"):
+        open_device(name)
 
 
 def save_npy(path, values):

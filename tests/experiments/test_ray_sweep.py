@@ -1,6 +1,7 @@
 """A sweep on a local Ray of two workers, in a process of its own; Ray takes seconds to start."""
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,3 +52,15 @@ def test_ray_under_torchrun_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="use one of them"):
         next(ray_sweep.run([], tmp_path))
+
+
+def test_a_result_that_the_driver_cannot_save_loses_no_other(tmp_path):
+    """What `_collect` does with a worker's rows; no Ray is needed for that."""
+    ray = SimpleNamespace(get=lambda reference: reference, exceptions=SimpleNamespace(RayTaskError=(), RayError=()))
+    experiment, config = registry.select([TINY], Plan())[0]
+    taken = sweep.take(experiment, config, tmp_path)
+    rows = [{"value": float("nan")}]
+    outcome = ray_sweep._collect(ray, (rows, 1.0, {}), experiment, config, tmp_path, taken)
+    taken.claim.release()
+    assert (outcome.what, type(outcome.error)) == ("failed", ValueError)
+    assert not outcome.path.exists()

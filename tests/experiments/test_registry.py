@@ -9,15 +9,18 @@ import pytest
 
 from iternorm.analysis.report import write_text_atomically
 from iternorm.experiments import registry, results, sweep, tableA1
+from iternorm.experiments.findings import Verdict, measured
 from iternorm.experiments.registry import Experiment, Plan
 
 ROOT = Path(__file__).parent.parent.parent
+# As `iternorm run --smoke` has it.
+SMOKE = sweep.Options(threads=1)
 
 
 def swept(name, root):
     """The results of a smoke run."""
     jobs = registry.select([registry.get(name)], Plan(smoke=True))
-    return [outcome.result for outcome in sweep.run(jobs, root)]
+    return [outcome.result for outcome in sweep.run(jobs, root, SMOKE)]
 
 
 @pytest.fixture
@@ -132,7 +135,7 @@ class TestEveryExperiment:
         experiment = registry.get(name)
         jobs = registry.select([experiment], Plan(smoke=True))
         steps = []
-        for outcome in sweep.run(jobs, tmp_path, progress=lambda *values: steps.append(values)):
+        for outcome in sweep.run(jobs, tmp_path, SMOKE, progress=lambda *values: steps.append(values)):
             assert outcome.what == "ran", outcome.error
             assert outcome.result.rows
         # Every job reports its end.
@@ -156,7 +159,7 @@ class TestEveryExperiment:
         experiment = registry.get(name)
         claims = experiment.claims([])
         assert claims
-        assert [claim.holds for claim in claims] == [None] * len(claims)
+        assert {claim.verdict for claim in claims} <= {Verdict.NOT_RUN}
         assert all(number.ours == () for number in experiment.compare([]))
 
     def test_committed_results_are_of_this_version(self, name):
@@ -169,15 +172,15 @@ def test_what_takes_minutes_is_committed_whole_and_judged(name):
     experiment = registry.get(name)
     state = registry.survey(experiment, ROOT / "results")
     assert state.missing == ()
-    assert all(claim.holds is not None and claim.evidence for claim in experiment.claims(state.finished))
+    assert all(claim.verdict is not Verdict.NOT_RUN and claim.evidence for claim in experiment.claims(state.finished))
 
 
 def test_claims_follow_the_results():
     experiment = registry.get("fig4")
     finished = registry.survey(experiment, ROOT / "results").finished
-    assert all(claim.holds for claim in experiment.claims(finished))
+    assert all(claim.verdict is Verdict.HOLDS for claim in experiment.claims(finished))
     spoiled = [replace(result, rows=[{**row, "snd": 1 / row["snd"]} for row in result.rows]) for result in finished]
-    assert [claim.holds for claim in experiment.claims(spoiled)] == [True, False, True, False]
+    assert [claim.finding for claim in experiment.claims(spoiled)] == [*map(measured, (True, False, True, False))]
 
 
 def rows_of(name, tmp_path):

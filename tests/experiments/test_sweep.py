@@ -1,5 +1,6 @@
 """Sweeps: what is skipped, run again, passed over or failed, and many processes on one folder of results."""
 
+import errno
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import pytest
 
 import tiny_experiment
 from checks import ended_well
-from iternorm.experiments import locks, registry, results, sweep
+from iternorm.experiments import locks, registry, results, stopwatch, sweep
 from iternorm.experiments.registry import Experiment, Plan, State
 from tiny_experiment import finish, start
 
@@ -116,6 +117,47 @@ def test_an_interrupt_leaves_the_checkpoint_and_no_claim(counting, tmp_path):
     assert registry.survey(counting, tmp_path).running == 0
 
 
+def test_a_resumed_jobs_time_is_that_of_all_its_processes(counting, tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: clock[0])
+
+    def killed(config, context):
+        (context.folder / "checkpoint").touch()
+        for _ in range(4):
+            clock[0] += 10
+            context.step(1, 2)
+        raise KeyboardInterrupt
+
+    def ends(config, context):
+        clock[0] += 3
+        return [{}]
+
+    config = counting.jobs()[0]
+    folder = registry.work_folder(tmp_path, "counting", config)
+    for expected in ("40.000\n", "80.000\n"):
+        counting.module.run = killed
+        with pytest.raises(KeyboardInterrupt):
+            next(swept(counting, tmp_path))
+        assert (folder / "seconds").read_text() == expected
+    counting.module.run = ends
+    first, second = swept(counting, tmp_path)
+    assert first.result.seconds == 83
+    assert second.result.seconds == 3
+    assert not folder.exists()
+
+
+def test_a_time_that_cannot_be_kept_costs_no_job(counting, tmp_path, monkeypatch):
+    monkeypatch.setattr(stopwatch, "PERIOD_SECONDS", 0)
+    (first, *_) = swept(counting, tmp_path)
+    assert first.what == "ran"
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(stopwatch, "write_text_atomically", full)
+    assert [outcome.what for outcome in swept(counting, tmp_path / "other")] == ["ran", "ran"]
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -146,6 +188,92 @@ def test_unusable_files_are_named_set_aside_and_run_again(counting, tmp_path, da
     next(swept(counting, tmp_path))
     assert aside.read_text() == bad
     assert aside.with_name(aside.name + ".1").read_text() == "{"
+
+
+def test_a_file_that_is_not_text_is_named_set_aside_and_run_again(counting, tmp_path):
+    path = next(swept(counting, tmp_path)).path
+    # What PowerShell makes of a text that is redirected into a file.
+    bad = path.read_text().encode("utf-16")
+    path.write_bytes(bad)
+    assert f"{path} is not UTF-8 text" in registry.survey(counting, tmp_path).unusable[0]
+    outcome = next(swept(counting, tmp_path))
+    assert outcome.what == "ran"
+    assert f"{path} is not UTF-8 text" in outcome.set_aside
+    assert path.with_name(path.name + ".unusable").read_bytes() == bad
+    assert results.load(tmp_path, "counting", counting.jobs()[0]).rows
+
+
+def test_what_was_set_aside_is_told_where_the_job_fails_too(counting, tmp_path):
+    path = next(swept(counting, tmp_path)).path
+    path.write_text("{")
+
+    def broken(config, context):
+        raise ZeroDivisionError("no")
+
+    counting.module.run = broken
+    outcome = next(swept(counting, tmp_path))
+    assert outcome.what == "failed"
+    assert "is not complete JSON" in outcome.set_aside
+
+
+def test_a_result_that_cannot_be_saved_names_its_path_and_loses_no_other(counting, tmp_path, monkeypatch):
+    real = results.write_text_atomically
+
+    def full(path, text):
+        if path.name.startswith("n1"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, text)
+
+    def run(config, context):
+        (context.folder / "checkpoint").touch()
+        return [{}]
+
+    counting.module.run = run
+    monkeypatch.setattr(results, "write_text_atomically", full)
+    failed, ran = swept(counting, tmp_path)
+    assert (failed.what, ran.what) == ("failed", "ran")
+    assert str(failed.error).startswith(f"{failed.path} could not be saved: No space left on device")
+    # What the job had kept is still there for the next run, and nobody holds it.
+    config = counting.jobs()[0]
+    assert (registry.work_folder(tmp_path, "counting", config) / "checkpoint").exists()
+    assert not locks.is_held(registry.lock_path(tmp_path, "counting", config))
+
+
+def test_rows_that_are_not_json_fail_their_job_alone(counting, tmp_path):
+    counting.module.run = lambda config, context: [{"value": float("nan") if config["job"] == "n1" else 1.0}]
+    failed, ran = swept(counting, tmp_path)
+    assert (failed.what, ran.what) == ("failed", "ran")
+    assert not failed.path.exists()
+
+
+def test_a_job_that_cannot_be_claimed_or_read_loses_no_other(counting, tmp_path, monkeypatch):
+    config, other = counting.jobs()
+    # A folder where a file should be: it is neither a result nor to be set aside.
+    results.result_path(tmp_path, "counting", config).mkdir(parents=True)
+    failed, ran = swept(counting, tmp_path)
+    assert (failed.what, ran.what) == ("failed", "ran")
+    assert str(failed.path) in str(failed.error)
+    ran.path.unlink()
+    lock = registry.lock_path(tmp_path, "counting", other)
+    lock.mkdir(parents=True)
+    outcomes = list(swept(counting, tmp_path))
+    assert [outcome.what for outcome in outcomes] == ["failed", "failed"]
+    assert str(lock) in str(outcomes[1].error)
+
+
+def test_a_file_that_cannot_be_set_aside_keeps_no_claim(counting, tmp_path, monkeypatch):
+    path = next(swept(counting, tmp_path)).path
+    path.write_text("{")
+
+    def locked(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(results, "set_aside", locked)
+    outcome = next(swept(counting, tmp_path))
+    assert outcome.what == "failed"
+    assert str(path) in str(outcome.error)
+    assert not locks.is_held(registry.lock_path(tmp_path, "counting", counting.jobs()[0]))
+    assert path.read_text() == "{"
 
 
 def test_a_file_that_somebody_makes_again_is_not_set_aside(counting, tmp_path):

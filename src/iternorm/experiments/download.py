@@ -37,12 +37,14 @@ def download(name: str, files: Iterable[str], place: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place, prefix=".download-") as folder:
             if name == "mnist":
+                remedy = f"put the published files into {place}"
                 for file in files:
                     urls = [url + file for url in MNIST_URLS]
-                    os.replace(_retrieve(urls, file, data.MNIST_MD5[file], Path(folder), place), place / file)
+                    os.replace(_retrieve(urls, file, data.MNIST_MD5[file], Path(folder), place, remedy), place / file)
             else:
                 archive = CIFAR10_URLS[0].rpartition("/")[2]
-                path = _retrieve(CIFAR10_URLS, archive, CIFAR10_MD5, Path(folder), place)
+                remedy = f"unpack {archive} in {place.parent}, which makes {place}"
+                path = _retrieve(CIFAR10_URLS, archive, CIFAR10_MD5, Path(folder), place, remedy)
                 _unpack(path, files, Path(folder))
                 for file in files:
                     os.replace(Path(folder) / file, place / file)
@@ -67,8 +69,8 @@ def _require_pooch(files: list[str], place: Path) -> None:
         ) from None
 
 
-def _retrieve(urls: Iterable[str], file: str, md5: str, folder: Path, place: Path) -> Path:
-    """The file from the first address that gives it, in a folder."""
+def _retrieve(urls: Iterable[str], file: str, md5: str, folder: Path, place: Path, remedy: str) -> Path:
+    """The file from the first address that gives it, in a folder. The remedy is for those without a network."""
     import pooch
     from requests.exceptions import RequestException
 
@@ -85,8 +87,8 @@ def _retrieve(urls: Iterable[str], file: str, md5: str, folder: Path, place: Pat
         except ValueError as error:
             problems.append(f"{url} does not give the published file: {error}")
     raise ConnectionError(
-        f"{file} is not in {place} and could not be downloaded ({'; '.join(problems)}). Try again later, or put the "
-        f"published file there, or set ITERNORM_DATA to the folder that has {place.name}/{file}"
+        f"{file} is not in {place} and could not be downloaded ({'; '.join(problems)}). Try again later, or {remedy}, "
+        f"or set ITERNORM_DATA to a folder that has {place.name}/ with the published files"
     )
 
 

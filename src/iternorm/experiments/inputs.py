@@ -2,8 +2,10 @@
 
 import importlib
 import importlib.util
+import inspect
 import pickle
 import sys
+import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,23 +19,52 @@ from . import data, pictures
 
 
 def build_model(factory: str) -> nn.Module:
-    """Call ``module:function`` or ``path/to/file.py:function``, which must return a module.
+    """The model that ``module:name`` or ``path/to/file.py:name`` names, or that the function of this name returns.
 
     Raises:
-        ValueError: The factory cannot be found, or returns something else.
+        ValueError: There is no such model or function, or the function cannot be called or returns something else.
     """
     place, separator, name = factory.rpartition(":")
     if not separator or not place or not name:
         raise ValueError(f"MODEL_FACTORY is {factory!r}, but module:function or file.py:function is needed")
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    function = getattr(module, name, None)
-    if not callable(function):
+    found = getattr(module, name, None)
+    if isinstance(found, nn.Module):
+        return found
+    if not callable(found):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ValueError(f"MODEL_FACTORY: {place} has no function {name!r}; it has: {', '.join(public) or 'none'}")
-    model = function()
+        known = ", ".join(public) or "none"
+        raise ValueError(f"MODEL_FACTORY: {place} has no model or function {name!r}; it has: {known}")
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"MODEL_FACTORY: {factory} cannot be called without arguments ({error}): wrap it in a function of none"
+        ) from error
+    model = found()
     if not isinstance(model, nn.Module):
         raise ValueError(f"MODEL_FACTORY: {factory} returned a {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def open_device(name: str) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        ValueError: torch does not know it, or this machine does not have it.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device={name!r} is not known to torch: use 'cpu' or 'cuda'") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r} needs a CUDA device and torch sees none: use device='cpu'")
+    try:
+        torch.empty(0, device=device)
+    # Each backend has its own way to say that it is missing.
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={name!r} cannot be used here ({error}): use device='cpu'") from error
+    return device
 
 
 def _import_module(name: str) -> Any:
@@ -50,13 +81,37 @@ def _import_module(name: str) -> Any:
 
 
 def _import_file(path: Path) -> Any:
+    """Run a file that can import its neighbours: by name, and relatively where it lies in a package."""
     if not path.is_file():
         raise ValueError(f"MODEL_FACTORY: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    path = path.resolve()
+    folder, names = path.parent, [path.stem]
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    # They stay there: a model may import when it is made, or when it is called. In a package the file's own folder
+    # comes last, because a package may have modules that are named like libraries.
+    sys.path.insert(0, str(folder))
+    if len(names) > 1:
+        sys.path.append(str(path.parent))
+        importlib.import_module(".".join(names[:-1]))
+    name = ".".join(names)
+    if name in sys.modules:
+        if getattr(sys.modules[name], "__file__", None) == str(path):
+            return sys.modules[name]
+        # Another file's, perhaps a library's, which must stay.
+        name += f"_{uuid.uuid4().hex}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    # Dataclasses look their annotations up there.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -123,12 +123,10 @@ def _collect(ray: Any, reference: Any, experiment: Experiment, config: Config, r
         rows, seconds, provenance = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         # The worker's own exception, without the stack of Ray around it.
-        return Outcome(experiment, config, path, "failed", error=error.cause)
+        return Outcome(experiment, config, path, "failed", set_aside=taken.set_aside, error=error.cause)
     except ray.exceptions.RayError as error:
-        return Outcome(experiment, config, path, "failed", error=error)
-    result = Result(experiment.home, config, rows, seconds, provenance)
-    sweep.keep(result, root)
-    return Outcome(experiment, config, path, "ran", result, taken.set_aside)
+        return Outcome(experiment, config, path, "failed", set_aside=taken.set_aside, error=error)
+    return sweep.conclude(experiment, Result(experiment.home, config, rows, seconds, provenance), root, taken)
 
 
 def _work(
@@ -151,7 +149,7 @@ def _work(
             board.put.remote(name, job, done, total, values)
 
     context = sweep.context_for(experiment, config, folder, options, progress)
-    result = sweep.execute(experiment, config, context)
+    result = sweep.execute(experiment, config, context, options.threads)
     if own:
         shutil.rmtree(registry.work_folder(folder, experiment.home, config), ignore_errors=True)
     return list(result.rows), result.seconds, result.provenance

@@ -59,7 +59,12 @@ def _digest(config: Config) -> str:
 
 
 def save(root: Path, result: Result) -> Path:
-    """Write a result where its configuration says. The file holds all of it or does not change."""
+    """Write a result where its configuration says. The file holds all of it or does not change.
+
+    Raises:
+        OSError: It cannot be written.
+        ValueError: It holds values that JSON has not.
+    """
     path = result_path(root, result.experiment, result.config)
     content = {
         "format": FORMAT,
@@ -69,7 +74,13 @@ def save(root: Path, result: Result) -> Path:
         "provenance": result.provenance,
         "rows": result.rows,
     }
-    return write_text_atomically(path, _readable(content) + "\n")
+    try:
+        return write_text_atomically(path, _readable(content) + "\n")
+    except OSError as error:
+        raise OSError(
+            f"{path} could not be saved: {error.strerror or error}: make room or change permissions there, and run the "
+            "job again; its checkpoint, where it writes any, is kept"
+        ) from error
 
 
 def load(root: Path, experiment: str, config: Config) -> Result | None:
@@ -77,12 +88,15 @@ def load(root: Path, experiment: str, config: Config) -> Result | None:
 
     Raises:
         UnusableResultError: There is a file, and it is not that result.
+        OSError: There is a file, and it cannot be read.
     """
     path = result_path(root, experiment, config)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
+    except UnicodeDecodeError as error:
+        raise UnusableResultError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     try:
         content = json.loads(text)
     except ValueError as error:

@@ -8,17 +8,20 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from iternorm.provenance import provenance
+from iternorm.threads import num_threads
 
 from . import locks, registry, results
 from .registry import Context, Experiment
 from .results import Config, Result
+from .stopwatch import NAME as stopwatch_file
+from .stopwatch import Stopwatch
 
 Job = tuple[Experiment, Config]
 # progress(experiment, job, done, total, values)
@@ -62,11 +65,13 @@ class Options:
         device: ``cpu`` or ``cuda``.
         tensorboard: Write event files below ``ROOT/.tensorboard``.
         compile: Compile the models.
+        threads: CPU threads; None leaves their number as it is.
     """
 
     device: str = "cpu"
     tensorboard: bool = False
     compile: bool = False
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,9 @@ def run(
 ) -> Iterator[Outcome]:
     """Run every job that has no result and that nobody works on, and yield each as it is done.
 
-    A results file that is cut short or of another version is renamed, and its job is run again. A job that raises is
-    an outcome like others and leaves its checkpoint; where two in a row fail alike, the rest is not tried.
+    A results file that is cut short or of another version is renamed, and its job is run again. A job that raises, or
+    whose result cannot be saved, is an outcome like others and leaves its checkpoint; where two in a row fail alike,
+    the rest is not tried.
 
     Raises:
         ValueError: The device is not there.
@@ -114,14 +120,15 @@ def _run_one(
         if decided != "ran":
             return taken if isinstance(taken, Outcome) else Outcome(experiment, config, path, decided)
         try:
-            result = execute(experiment, config, context_for(experiment, config, root, options, progress))
+            context = context_for(experiment, config, root, options, progress)
+            result = execute(experiment, config, context, options.threads)
         except Exception as error:
             if ranks.size > 1:
                 raise RuntimeError(f"{experiment.id} {config['job']} failed: {error}") from error
-            return Outcome(experiment, config, path, "failed", error=error)
+            notice = taken.set_aside if isinstance(taken, Taken) else None
+            return Outcome(experiment, config, path, "failed", set_aside=notice, error=error)
         if isinstance(taken, Taken):
-            keep(result, root)
-            return Outcome(experiment, config, path, "ran", result, taken.set_aside)
+            return conclude(experiment, result, root, taken)
         return Outcome(experiment, config, path, "ran", result)
     finally:
         if isinstance(taken, Taken):
@@ -129,26 +136,31 @@ def _run_one(
 
 
 def take(experiment: Experiment, config: Config, root: Path) -> Taken | Outcome:
-    """Claim a job, or say why there is nothing to do."""
+    """Claim a job, or say why there is nothing to do: a file that cannot be read or claimed fails its job alone."""
     path = results.result_path(root, experiment.home, config)
+    claim = None
     try:
-        found = results.load(root, experiment.home, config)
-    except results.UnusableResultError:
-        # It is renamed below, by whoever has the claim.
-        found = None
-    if found is not None:
-        return Outcome(experiment, config, path, "finished before", found)
-    claim = locks.claim(registry.lock_path(root, experiment.home, config))
-    if claim is None:
-        return Outcome(experiment, config, path, "running elsewhere")
-    try:
-        # Again: it may have been finished between the look and the claim.
-        found, notice = results.load(root, experiment.home, config), None
-    except results.UnusableResultError as error:
-        found, notice = None, f"{error}; renamed to {results.set_aside(path).name}"
-    except BaseException:
-        claim.release()
-        raise
+        try:
+            found = results.load(root, experiment.home, config)
+        except results.UnusableResultError:
+            # It is renamed below, by whoever has the claim.
+            found = None
+        if found is not None:
+            return Outcome(experiment, config, path, "finished before", found)
+        claim = locks.claim(registry.lock_path(root, experiment.home, config))
+        if claim is None:
+            return Outcome(experiment, config, path, "running elsewhere")
+        try:
+            # Again: it may have been finished between the look and the claim.
+            found, notice = results.load(root, experiment.home, config), None
+        except results.UnusableResultError as error:
+            found, notice = None, f"{error}; renamed to {results.set_aside(path).name}"
+    except BaseException as error:
+        if claim is not None:
+            claim.release()
+        if not isinstance(error, OSError):
+            raise
+        return Outcome(experiment, config, path, "failed", error=error)
     if found is not None:
         claim.release()
         return Outcome(experiment, config, path, "finished before", found)
@@ -170,24 +182,34 @@ def context_for(
     return Context(options.device, step, folder, events, options.compile)
 
 
-def execute(experiment: Experiment, config: Config, context: Context) -> Result:
-    """Run a job here and now. An empty folder is not left behind where it fails."""
-    start = time.perf_counter()
+def execute(experiment: Experiment, config: Config, context: Context, threads: int | None = None) -> Result:
+    """Run a job here and now. A folder without a checkpoint is not left behind where it fails."""
+    stopwatch = Stopwatch(context.folder, keeps=is_first_process())
+
+    def step(done: int, total: int, **values: Any) -> None:
+        stopwatch.keep()
+        context.step(done, total, **values)
+
+    with num_threads(threads):
+        try:
+            rows = experiment.module.run(config, replace(context, step=step))
+        except BaseException:
+            if context.folder.exists() and all(path.name == stopwatch_file for path in context.folder.iterdir()):
+                shutil.rmtree(context.folder)
+            raise
+        made = {**provenance(context.device), "compile": context.compile, **context.record}
+        return Result(experiment.home, config, rows, stopwatch.seconds, made)
+
+
+def conclude(experiment: Experiment, result: Result, root: Path, taken: Taken) -> Outcome:
+    """Save a result and remove the job's folder, which stays where the result cannot be saved."""
+    path = results.result_path(root, experiment.home, result.config)
     try:
-        rows = experiment.module.run(config, context)
-    except BaseException:
-        if context.folder.exists() and not any(context.folder.iterdir()):
-            context.folder.rmdir()
-        raise
-    made = {**provenance(context.device), "compile": context.compile, **context.record}
-    return Result(experiment.home, config, rows, time.perf_counter() - start, made)
-
-
-def keep(result: Result, root: Path) -> Path:
-    """Save a result and remove the job's folder."""
-    path = results.save(root, result)
-    shutil.rmtree(registry.work_folder(root, result.experiment, result.config), ignore_errors=True)
-    return path
+        results.save(root, result)
+    except (OSError, ValueError) as error:
+        return Outcome(experiment, result.config, path, "failed", set_aside=taken.set_aside, error=error)
+    shutil.rmtree(registry.work_folder(root, experiment.home, result.config), ignore_errors=True)
+    return Outcome(experiment, result.config, path, "ran", result, taken.set_aside)
 
 
 def is_first_process() -> bool:

@@ -15,8 +15,8 @@ Departures: bf16 autocast and channels_last (the paper: fp32). IterNorm-Full rep
 its script was not published. Images are scaled by Pillow's bicubic filter, which smooths; the authors' does not. From
 the authors' scripts, where the paper is silent: random sized crops, flips, colour jitter of 0.4 and lighting noise,
 Nesterov momentum, He's initialization by fan-out, scale and shift in the norm before the linear layer, the last
-mini-batch dropped. DBN has groups of 16 and eps 1e-5. The error is that of the last epoch; the paper does not say which
-epoch's it prints.
+mini-batch dropped. The running averages for the validation have a momentum of 0.1. DBN has groups of 16 and eps 1e-5.
+The error is that of the last epoch; the paper does not say which epoch's it prints.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ import torch
 
 from iternorm import bench
 
-from .findings import Claim, Comparison
+from .findings import Claim, Comparison, measured
 from .registry import Context, Plan
 from .results import Config, Result, Row
 
@@ -178,14 +178,13 @@ def claims(results: Sequence[Result]) -> list[Claim]:
             all(ratio <= limit for ratio in ratios[name].values()) if ratios[name] else None
             for name, limit in (("conv3x3", 1.31), (_DBN, 0.5))
         )
-        found.append(
-            Claim(f"On {device}: {texts[0]}", cheap, f"time / time of the convolution: {_listed(ratios['conv3x3'])}")
-        )
+        evidence = f"time / time of the convolution: {_listed(ratios['conv3x3'])}"
+        found.append(Claim(f"On {device}: {texts[0]}", measured(cheap), evidence))
         evidence = f"time / time of DBN with groups of 16: {_listed(ratios[_DBN])}"
         if ratios[_DBN_KERNELS]:
             evidence += f"; of DBN by our kernels, which the paper did not have: {_listed(ratios[_DBN_KERNELS])}"
-        found.append(Claim(f"On {device}: {texts[1]}", faster, evidence))
-    return found if found else [Claim(text, None, "") for text in texts]
+        found.append(Claim(f"On {device}: {texts[1]}", measured(faster), evidence))
+    return found if found else [Claim(text, measured(None), "") for text in texts]
 
 
 def _listed(ratios: Mapping[int, float]) -> str:
