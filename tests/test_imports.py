@@ -13,13 +13,13 @@ PACKAGE = Path(iternorm.__file__).parent
 
 # Each room may import rooms that stand before it, and rooms on its own line.
 ORDER = [
-    ["groups", "running", "collective", "replace"],
-    ["reference", "plain", "native", "solvers", "kernels", "checkpoints"],
+    ["groups", "modes", "running", "collective", "replace"],
+    ["reference", "plain", "native", "solvers", "kernels", "checkpoints", "flops"],
     ["ops"],
     ["fused"],
     ["functional"],
     ["modules"],
-    ["sync", "features", "dataflow"],
+    ["sync", "lazy", "features", "dataflow"],
     ["followed", "fold_layers"],
     ["convert", "calibrate", "fold", "analysis", "provenance", "threads"],
     ["experiments", "bench"],

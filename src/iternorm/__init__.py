@@ -13,6 +13,14 @@ from iternorm.fold_layers import (
     fold_into_previous_layer,
     fold_pointwise,
 )
+from iternorm.lazy import (
+    LazyDecorrelatedBatchNorm1d,
+    LazyDecorrelatedBatchNorm2d,
+    LazyDecorrelatedBatchNorm3d,
+    LazyIterNorm1d,
+    LazyIterNorm2d,
+    LazyIterNorm3d,
+)
 from iternorm.modules import (
     DecorrelatedBatchNorm1d,
     DecorrelatedBatchNorm2d,
@@ -36,6 +44,12 @@ __all__ = [
     "IterNorm1d",
     "IterNorm2d",
     "IterNorm3d",
+    "LazyDecorrelatedBatchNorm1d",
+    "LazyDecorrelatedBatchNorm2d",
+    "LazyDecorrelatedBatchNorm3d",
+    "LazyIterNorm1d",
+    "LazyIterNorm2d",
+    "LazyIterNorm3d",
     "SyncIterNorm",
     "convert_batchnorm",
     "convert_sync_iternorm",

@@ -17,8 +17,7 @@ from iternorm.modules import WhiteningNorm
 class _Moments:
     """Count, mean and covariance of all the inputs of a layer so far, in fp64."""
 
-    def __init__(self, group_size: int) -> None:
-        self.group_size = group_size
+    def __init__(self) -> None:
         self.state: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()
@@ -27,7 +26,7 @@ class _Moments:
         x = args[0]
         if x.numel() == 0:
             return
-        mean, covariance = plain.moments(x.detach(), self.group_size)
+        mean, covariance = plain.moments(x.detach(), _group_size(layer))
         count = torch.tensor(float(x.numel() // x.shape[1]), dtype=torch.float64, device=x.device)
         new = count, mean.double(), covariance.double()
         if self.state is not None:
@@ -78,7 +77,7 @@ def recalibrate(
     layers = {name: layer for name, layer in layers.items() if not replace.is_frozen(layer)}
     if not layers:
         raise ValueError("the model has no whitening or BatchNorm layer with running statistics to recalibrate")
-    moments = {name: _Moments(_group_size(layer)) for name, layer in layers.items()}
+    moments = {name: _Moments() for name in layers}
     run = _run if forward is None else forward
     num_batches = 0
     with contextlib.ExitStack() as stack:
@@ -95,7 +94,7 @@ def recalibrate(
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
-    return [(n, layer) for n, layer in model.named_modules() if isinstance(layer, (WhiteningNorm, _BatchNorm))]
+    return [(n, layer) for n, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
 
 
 def _group_size(layer: Any) -> int:
@@ -184,7 +183,8 @@ def freeze(model: nn.Module, *, where: replace.Where = "all") -> nn.Module:
     """Keep whitening and BatchNorm layers on their running statistics, whatever mode the model is in.
 
     For fine-tuning: `model.train()` no longer puts these layers in training mode, so they normalize by their running
-    statistics and leave them as they are, while their parameters and all other layers train. `unfreeze` ends it.
+    statistics and leave them as they are, while their parameters and all other layers train. Nor are they reset, by
+    `torch.optim.swa_utils.update_bn` say: `reset_running_stats` warns. `unfreeze` ends it.
 
     Args:
         model: any module; it is returned.
@@ -202,8 +202,7 @@ def freeze(model: nn.Module, *, where: replace.Where = "all") -> nn.Module:
                 f"{replace.named(name, layer)} keeps no running statistics to freeze; leave it out by `where`"
             )
     for _, layer in chosen:
-        layer.__dict__["train"] = replace.Frozen(layer)
-        layer.training = False
+        replace.freeze(layer)
     return model
 
 
@@ -211,6 +210,6 @@ def unfreeze(model: nn.Module, *, where: replace.Where = "all") -> nn.Module:
     """Undo `freeze`: the layers take the mode of the model again, and follow it."""
     for _, layer in replace.selected(_layers(model), where, "whitening or BatchNorm"):
         if replace.is_frozen(layer):
-            del layer.__dict__["train"]
+            replace.unfreeze(layer)
             layer.training = model.training
     return model

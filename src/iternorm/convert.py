@@ -119,7 +119,7 @@ def _batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (name, layer)
         for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm)
+        if (isinstance(layer, _BatchNorm) and not isinstance(layer, WhiteningNorm))
         or (isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in getattr(layer, "original_name", ""))
     ]
 
@@ -129,7 +129,7 @@ def _obstacle(layer: Any) -> str | None:
     if isinstance(layer, torch.jit.ScriptModule):
         return "is compiled by TorchScript; convert the model before scripting it"
     if isinstance(layer, LazyModuleMixin):
-        return "has not seen a batch, so its number of channels is not known; run one batch first"
+        return _LAZY
     if "forward" in vars(layer):
         return "has a forward of its own set on the instance; replace it by hand"
     if parametrize.is_parametrized(layer):
@@ -140,6 +140,9 @@ def _obstacle(layer: Any) -> str | None:
     if type(layer).forward is not base.forward and not applies_children(layer, base):
         return "has a forward of its own, which is not a BatchNorm followed by its child modules; replace it by hand"
     return None
+
+
+_LAZY = "has not seen a batch, so its number of channels is not known; run one batch first"
 
 
 def _base(layer: nn.Module) -> Any:
@@ -194,6 +197,8 @@ def convert_to_batchnorm(model: nn.Module, *, report: ConversionReport | None = 
 
 
 def _diagonal_obstacle(layer: WhiteningNorm) -> str | None:
+    if isinstance(layer, LazyModuleMixin):
+        return _LAZY
     if layer.activation is not None:
         return f"has activation={layer.activation!r} in it, which no BatchNorm has; put a module behind it instead"
     if layer.running_whitening is None:
@@ -228,16 +233,20 @@ def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
     return new
 
 
-def convert_sync_iternorm(module: nn.Module, process_group: Any = None) -> nn.Module:
+def convert_sync_iternorm(module: nn.Module, process_group: Any = None, *, batchnorm: bool = False) -> nn.Module:
     """Replace every IterNorm1d/2d/3d by a SyncIterNorm with the same parameters and buffers.
 
     As `torch.nn.SyncBatchNorm.convert_sync_batchnorm`: children are replaced in place and the module is returned (a
     new one where it is itself an IterNorm). Layers that are synchronized already take the new process group.
     DecorrelatedBatchNorm layers have no synchronized form: they are left as they are, with a warning that names them.
+    So are lazy layers before their first batch, and, with `batchnorm`, subclasses of BatchNorm with a forward of their
+    own.
 
     Args:
         module: the model.
         process_group: the processes to synchronize over; None is all of them.
+        batchnorm: replace BatchNorm layers by `torch.nn.SyncBatchNorm`, too. Torch's own conversion raises on a model
+            with layers of this package in it.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), IterNorm2d(8))
@@ -250,7 +259,11 @@ running='whitening')
     for name, layer in module.named_modules():
         if isinstance(layer, (IterNorm1d, IterNorm2d, IterNorm3d)):
             replacements[layer] = _synchronized(layer, process_group)
-        elif isinstance(layer, WhiteningNorm) and not isinstance(layer, SyncIterNorm):
+        elif isinstance(layer, SyncIterNorm) or not isinstance(layer, _BatchNorm):
+            continue
+        elif batchnorm and _is_plain_batchnorm(layer):
+            replacements[layer] = _sync_batchnorm(layer, process_group)
+        elif batchnorm or isinstance(layer, WhiteningNorm):
             left.append(replace.named(name, layer))
     if left:
         warnings.warn(f"these layers have no synchronized form and stay as they are: {', '.join(left)}", stacklevel=2)
@@ -258,6 +271,19 @@ running='whitening')
         if isinstance(layer, SyncIterNorm):
             layer.process_group = process_group
     return replace.replace_modules(module, replacements)
+
+
+def _is_plain_batchnorm(layer: nn.Module) -> bool:
+    base = _base(layer)
+    return base is not None and type(layer).forward is base.forward
+
+
+def _sync_batchnorm(layer: Any, process_group: Any) -> nn.Module:
+    args = layer.num_features, layer.eps, layer.momentum, layer.affine, layer.running_mean is not None
+    result = nn.SyncBatchNorm(*args, process_group, device="meta")
+    replace.carry(layer, result)
+    result.track_running_stats = layer.track_running_stats
+    return result
 
 
 def _synchronized(layer: Any, process_group: Any) -> SyncIterNorm:

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from iternorm import dataflow, fold_layers, replace
 from iternorm.features import DecorrelatedLinear
@@ -64,6 +65,8 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
     if model.training:
         raise ValueError("the model is in training mode, where whitening is no fixed map; call model.eval() first")
     for norm, name in norms.items():
+        if isinstance(norm, LazyModuleMixin):
+            raise ValueError(f"{name or 'the model'} has not seen a batch, so it has no map yet; run one batch first")
         if norm.training or norm.running_mean is None:
             state = "is in training mode" if norm.training else "keeps no running statistics"
             raise ValueError(f"{name or 'the model'} {state}, so it has no fixed map; fold needs an eval-mode model")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from iternorm import groups, ops
+from iternorm import flops, groups, modes, ops
 
 # The first whose launches may depend on each other.
 _LEAST_TRITON = (3, 5)
@@ -71,7 +71,9 @@ def has_large_newton(x: Tensor, group_size: int, solver: str, num_iters: int) ->
 
     A compiler sees the torch path's products, which it can place in a graph.
     """
-    if not x.is_cuda or solver != "newton" or x.dtype == torch.float64 or torch.compiler.is_compiling():
+    if not x.is_cuda or solver != "newton" or x.dtype == torch.float64:
+        return False
+    if modes.is_recorded(x) or modes.is_transformed():
         return False
     if NO_TRITON is not None or num_iters < 2 or groups.effective_size(x.shape[1], group_size) < 64:
         return False
@@ -106,9 +108,9 @@ def whiten_fused(
 ) -> Tensor:
     """`whiten` by Newton's iteration in Triton kernels, and the running statistics in the same launches.
 
-    Under `torch.compile` the statistics are updated by ordinary operations, which the compiler joins.
+    Where operators are recorded the statistics are updated by ordinary ones, which a compiler joins.
     """
-    if not torch.compiler.is_compiling():
+    if not modes.is_recorded(x):
         return whiten_eagerly(x, weight, bias, settings, statistics)
     y, state = _WhitenCompiled.apply(x, weight, bias, settings)  # pyright: ignore[reportGeneralTypeIssues]
     if statistics is not None:
@@ -119,10 +121,8 @@ def whiten_fused(
 
 
 def whiten_eagerly(x, weight, bias, settings: Settings, statistics: ops.Running | None) -> Tensor:
-    """`whiten_fused` where no graph is recorded."""
-    if torch._C._are_functorch_transforms_active():
-        return _WhitenEager.apply(x, weight, bias, settings, statistics)  # pyright: ignore[reportReturnType]
-    # What is left of it without transforms, in half the time.
+    """`whiten_fused` where nothing records or transforms the call."""
+    # `_WhitenEager.apply` without what serves transforms, in half the time.
     x = torch._C._functorch.unwrap_if_dead(x)  # pyright: ignore[reportAttributeAccessIssue]
     return _apply_eager(x, weight, bias, settings, statistics)
 
@@ -146,10 +146,8 @@ class _WhitenEager(torch.autograd.Function):
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, bias, state, output = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            if output is not None:
-                grad = torch.where(output > 0, grad, 0)
-            return *ops.differentiable_backward(grad, (x, weight, bias), needs[:3], ctx.settings[:4]), None, None
+        if modes.wants_graph(grad):
+            return *_graph_backward(grad, x, weight, bias, output, needs, ctx.settings), None, None
         # Autograd has made the device of the gradient the current one.
         gradients = kernels().backward(grad, x, weight, state, ctx.plan, ctx.settings.eps, needs[0], output)
         return *_wanted(gradients, weight, bias, needs), None, None
@@ -163,6 +161,7 @@ class _WhitenCompiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, settings):
+        flops.announce()
         y, state = _fused_forward_op(
             x, weight, bias, settings.group_size, settings.steps, settings.eps, settings.exact, settings.relu
         )
@@ -175,10 +174,18 @@ class _WhitenCompiled(torch.autograd.Function):
     def backward(ctx, grad, _unused):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, bias, state, output = ctx.saved_tensors
         settings, needs = ctx.settings, ctx.needs_input_grad
+        if modes.wants_graph(grad):
+            return *_graph_backward(grad, x, weight, bias, output, needs, settings), None
         gradients = _fused_backward_op(
             grad, x, weight, state, output, settings.group_size, settings.steps, settings.eps, settings.exact, needs[0]
         )
         return *_wanted(gradients, weight, bias, needs), None
+
+
+def _graph_backward(grad, x, weight, bias, output, needs, settings: Settings) -> list:
+    if output is not None:
+        grad = torch.where(output > 0, grad, 0)
+    return ops.differentiable_backward(grad, (x, weight, bias), needs[:3], settings[:4])
 
 
 def _wanted(gradients, weight, bias, needs) -> tuple:
@@ -244,8 +251,8 @@ def _(grad, x, weight, state, output, group_size, num_iters, eps, exact, needs_i
 
 
 def can_infer(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """The inference kernel has no gradient, and a graph that is recorded or exported wants ordinary operators."""
-    if torch.compiler.is_compiling():
+    """The inference kernel has no gradient, and what is recorded, exported or transformed wants ordinary operators."""
+    if modes.is_recorded(x) or modes.is_transformed():
         return False
     return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)))
 

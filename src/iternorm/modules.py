@@ -4,13 +4,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from iternorm import checkpoints, functional, fused, groups, ops, plain
+from iternorm import checkpoints, functional, fused, groups, modes, ops, plain
 
 RUNNING = ("whitening", "covariance")
 
+NO_VARIANCE = (
+    "{name} has no running_var: it keeps running_{running}, which is no variance of each channel. "
+    "Use iternorm.convert_sync_iternorm(model, batchnorm=True) to synchronize, iternorm.fold(model.eval()) to fuse, "
+    "iternorm.recalibrate(model, batches) to set statistics, iternorm.freeze(model) to keep them; see docs/tools.md"
+)
 
-class WhiteningNorm(nn.Module):
+
+class WhiteningNorm(_BatchNorm):
     """Whiten groups of channels over the mini-batch, then scale and shift: the base of all layers here.
 
     In training the statistics are those of the batch (math.md, Eq. 1-9), and running averages of the mean and of the
@@ -20,6 +28,9 @@ class WhiteningNorm(nn.Module):
     Statistics and accumulation are fp32 for half and bfloat16 input and fp64 for fp64; gradients are exact, in
     training and in eval, and twice differentiable.
 
+    It is a `torch.nn.modules.batchnorm._BatchNorm`, so that tools which look for that class find it, and it has no
+    `running_var`, so that those which would take it for a BatchNorm fail (docs/tools.md).
+
     Args:
         num_features: C of an input ``[N, C, ...]``.
         eps: added to the diagonal of the covariance.
@@ -28,6 +39,7 @@ class WhiteningNorm(nn.Module):
         track_running_stats: keep running averages; without them batch statistics are used in eval too.
         device: of parameters and buffers.
         dtype: of parameters and buffers.
+        bias: False learns no `bias`, only the `weight`, if `affine` is set.
         group_size: the number of channels whitened together; None is all of them. Channels are taken in order and the
             last group holds the remainder: 160 channels by 64 are groups of 64, 64 and 32.
         running: "whitening" averages the whitening matrices, as the paper does; "covariance" averages the covariances
@@ -75,14 +87,15 @@ class WhiteningNorm(nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         group_size: int | None = 64,
         running: str = "whitening",
         impl: str = "auto",
         activation: str | None = None,
     ) -> None:
-        super().__init__()
-        if not isinstance(num_features, int) or isinstance(num_features, bool):
-            raise TypeError(f"num_features={num_features!r} is not an integer; give the number of channels")
+        # BatchNorm's own would make a running_var.
+        nn.Module.__init__(self)
+        num_features = functional.integer("num_features", num_features, "the number of channels")
         if num_features < 1:
             raise ValueError(f"num_features={num_features} must be at least 1; give the number of channels")
         if running not in RUNNING:
@@ -98,8 +111,8 @@ class WhiteningNorm(nn.Module):
         self.activation = activation
         self._check_attributes()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        for name in ("weight", "bias"):
-            self.register_parameter(name, nn.Parameter(torch.empty(num_features, **factory)) if affine else None)
+        for name, learned in (("weight", affine), ("bias", affine and bias)):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_features, **factory)) if learned else None)
         tracked = ("running_mean", f"running_{running}", "num_batches_tracked")
         for name in ("running_mean", "running_whitening", "running_covariance", "num_batches_tracked"):
             self.register_buffer(name, None)
@@ -115,6 +128,24 @@ class WhiteningNorm(nn.Module):
         """`running_whitening` or `running_covariance`, whichever this layer keeps."""
         return self.running_whitening if self.running == "whitening" else self.running_covariance
 
+    @property
+    def running_var(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """There is none: tools that read it would make a BatchNorm, or a part of a convolution, of half a layer."""
+        raise AttributeError
+
+    @running_var.setter
+    def running_var(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise AttributeError(NO_VARIANCE.format(name=type(self).__name__, running=self.running))
+        # How BatchNorm is told to keep no statistics, along with its running_mean.
+        self.running_whitening = self.running_covariance = None
+
+    def __getattr__(self, name: str) -> Any:
+        # Python comes here when the property has raised, and would drop a text given there.
+        if name == "running_var":
+            raise AttributeError(NO_VARIANCE.format(name=type(self).__name__, running=self.running))
+        return super().__getattr__(name)
+
     @torch.no_grad()
     def reset_running_stats(self) -> None:
         """Mean 0, whitening (or covariance) the identity, no batches seen."""
@@ -128,8 +159,9 @@ class WhiteningNorm(nn.Module):
     def reset_parameters(self) -> None:
         """Scale 1, shift 0, running statistics as new."""
         self.reset_running_stats()
-        if self.weight is not None and self.bias is not None:
+        if self.weight is not None:
             nn.init.ones_(self.weight)
+        if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def whitening_matrix(self) -> Tensor:
@@ -146,6 +178,10 @@ class WhiteningNorm(nn.Module):
         return ops.inverse_sqrt(matrix, self.num_features, size, self.solver, self.num_iters, self.eps)[0]
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            # A layer is one node of a traced graph, as torch's own layers are.
+            tracer: Any = input.tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
         weight, bias, mean, matrix, count = self._tensors()
         training = self.training
         # As in BatchNorm: running statistics are updated in training if they are kept, and used in eval if they exist.
@@ -154,8 +190,8 @@ class WhiteningNorm(nn.Module):
         if mean is not None and (self.track_running_stats or not batch_statistics):
             statistics = ops.Running(mean, matrix, count, self.momentum, self.running == "covariance")
         # A compiler is not shown what changes from call to call: it would compile again.
-        eager = not torch.compiler.is_compiling()
-        if eager and self._fused is not None and type(input) is Tensor:
+        eager = not (modes.is_recorded(input) or modes.is_transformed())
+        if eager and self._fused is not None:
             facts, settings = self._fused
             if facts == self._facts(input, weight, bias, mean, matrix):
                 # Like the batch before, for which all that follows has been gone through.
@@ -212,8 +248,7 @@ class WhiteningNorm(nn.Module):
                 f"expected an input of {self.num_features} channels (num_features), got {input.shape[1]}: "
                 f"shape {list(input.shape)}"
             )
-        settings = (self.num_features, self.eps, self.momentum, self.group_size, self.impl, self.activation)
-        if settings != self._checked:
+        if self._settings() != self._checked:
             self._check_attributes()
         for name, vector in (("weight", weight), ("bias", bias), ("running_mean", mean)):
             if vector is not None and vector.numel() != self.num_features:
@@ -239,6 +274,13 @@ class WhiteningNorm(nn.Module):
             values = self.weight, self.bias, self.running_mean, self.running_matrix
             return *values, self.num_batches_tracked
 
+    def __prepare_scriptable__(self) -> None:
+        """What `torch.jit.script` calls first."""
+        raise TypeError(
+            f"torch.jit.script cannot compile {type(self).__name__}; script what iternorm.fold(model.eval()) returns, "
+            "or use torch.jit.trace, or torch.compile and torch.export, which replace TorchScript"
+        )
+
     def _process_group(self, input: Tensor) -> Any:
         """The processes whose batches are one: none here; `iternorm.SyncIterNorm` has its own."""
         return None
@@ -247,21 +289,28 @@ class WhiteningNorm(nn.Module):
         raise NotImplementedError
 
     def _check_attributes(self) -> None:
-        """When the layer is made, and again where one of them has been set since."""
-        functional.check_eps(self.eps)
-        functional.check_momentum(self.momentum)
-        functional.check_group_size(self.group_size)
+        """When the layer is made, and again where one of them has been set since. They become Python's own numbers."""
+        self.eps = functional.check_eps(self.eps)
+        self.momentum = functional.check_momentum(self.momentum)
+        self.group_size = functional.check_group_size(self.group_size)
+        self.num_iters = functional.check_num_iters(self.num_iters)
         functional.check_impl(self.impl)
         functional.check_activation(self.activation)
         size = groups.effective_size(self.num_features, self.group_size)
         self._matrix_shape = (groups.num_groups(self.num_features, self.group_size), size, size)
-        self._checked = (self.num_features, self.eps, self.momentum, self.group_size, self.impl, self.activation)
+        self._checked = self._settings()
+
+    def _settings(self) -> tuple:
+        numbers = self.num_features, self.eps, self.momentum, self.group_size, self.num_iters
+        return *numbers, self.impl, self.activation
 
     def extra_repr(self) -> str:
         return (
             f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
             f"track_running_stats={self.track_running_stats}, group_size={self.group_size}, {self._solver_repr()}, "
-            f"running={self.running!r}" + (f", activation={self.activation!r}" if self.activation else "")
+            f"running={self.running!r}"
+            + (", bias=False" if self.affine and self.bias is None else "")
+            + (f", activation={self.activation!r}" if self.activation else "")
         )
 
     def _solver_repr(self) -> str:
@@ -283,8 +332,9 @@ class WhiteningNorm(nn.Module):
         # The caller's dict may be shared between layers: what was translated goes into a copy.
         renamed = {key: value for key, value in state_dict.items() if not key.startswith(prefix)}
         renamed.update({prefix + name: value for name, value in translated.items()})
-        super()._load_from_state_dict(
-            renamed, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        # Not BatchNorm's own, which adds a count of batches to what it is given.
+        nn.Module._load_from_state_dict(
+            self, renamed, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
 
@@ -301,16 +351,19 @@ class _IterNorm(WhiteningNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         group_size: int | None = 64,
         num_iters: int = 5,
         running: str = "whitening",
         impl: str = "auto",
         activation: str | None = None,
     ) -> None:
-        functional.check_num_iters(num_iters)
+        num_iters = functional.check_num_iters(num_iters)
         common: dict[str, Any] = {"group_size": group_size, "running": running, "impl": impl, "activation": activation}
+        common["bias"] = bias
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **common)
         self.num_iters = num_iters
+        self._check_attributes()
 
     def _solver_repr(self) -> str:
         return f"num_iters={self.num_iters}"
@@ -327,6 +380,7 @@ class _DecorrelatedBatchNorm(WhiteningNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         group_size: int | None = 16,
         solver: str = "zca",
         running: str = "whitening",
@@ -335,6 +389,7 @@ class _DecorrelatedBatchNorm(WhiteningNorm):
     ) -> None:
         functional.check_solver(solver)
         common: dict[str, Any] = {"group_size": group_size, "running": running, "impl": impl, "activation": activation}
+        common["bias"] = bias
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **common)
         self.solver = solver
 

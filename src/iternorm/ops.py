@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from iternorm import collective, groups, plain, running, solvers
+from iternorm import collective, flops, groups, modes, plain, running, solvers
 from iternorm.native import verbs as native
 
 
@@ -101,7 +101,10 @@ class Running(NamedTuple):
 
 def update_running(statistics: Running, mean: Tensor, covariance: Tensor, whitening: Tensor) -> None:
     value = covariance if statistics.is_covariance else whitening
-    running.update(statistics.mean, statistics.matrix, statistics.num_batches, mean, value, statistics.momentum)
+    # A trace cannot save a Python function, and has no wrappers to keep from the buffers.
+    wrapped = modes.is_transformed() and not modes.is_traced()
+    update = running.update_transformed if wrapped else running.update
+    update(statistics.mean, statistics.matrix, statistics.num_batches, mean, value, statistics.momentum)
 
 
 def whiten(
@@ -123,8 +126,17 @@ def whiten(
         The output, and without gradient the mean ``[C]``, the covariance (without eps) and the whitening matrices
         ``[G, d, d]`` of the batch.
     """
+    if modes.is_transformed():
+        if process_group:
+            raise RuntimeError(
+                _NOT_OVER_PROCESSES.format("a function transform (torch.func), forward-mode derivative or trace")
+            )
+        return differentiable_whiten(x, weight, bias, group_size, solver, num_iters, eps, solvers.composed)
     args = (x, weight, bias, group_size, solver, num_iters, eps, process_group, impl)
     return _Whiten.apply(*args)  # pyright: ignore[reportReturnType]
+
+
+_NOT_OVER_PROCESSES = "{} does not reach over processes; use IterNorm in place of SyncIterNorm where it is needed"
 
 
 class _Whiten(torch.autograd.Function):
@@ -151,12 +163,9 @@ class _Whiten(torch.autograd.Function):
             return (None,) * 9
         x, weight, bias, mean, whitening, num_samples, *state = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if modes.wants_graph(grad):
             if ctx.process_group:
-                raise RuntimeError(
-                    "a graph of the backward (create_graph=True) does not reach over processes; "
-                    "use IterNorm in place of SyncIterNorm where second derivatives are needed"
-                )
+                raise RuntimeError(_NOT_OVER_PROCESSES.format("a graph of the backward (create_graph=True)"))
             return *differentiable_backward(grad, (x, weight, bias), needs, ctx.config), *(None,) * 6
         group_size = ctx.config[0]
         num_features = x.shape[1]
@@ -212,8 +221,11 @@ def _batch_cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int,
 
 
 def _call(op, *args):
-    """An operator in eager mode is its Python function: the dispatcher is needed only where a graph is recorded."""
-    return op(*args) if torch.compiler.is_compiling() else op._init_fn(*args)
+    """An operator in eager mode is its Python function: the dispatcher is needed only where calls are recorded."""
+    if not modes.is_recorded(args[0]):
+        return op._init_fn(*args)
+    flops.announce()
+    return op(*args)
 
 
 def _is_cheap_to_keep(covariance: Tensor, num_iters: int, x: Tensor) -> bool:
@@ -276,37 +288,51 @@ def differentiable_backward(grad, inputs, needs, config):
     """The gradients as differentiable functions of `grad` and the inputs, for a graph of the backward.
 
     The forward is written out once more from the input, in operations that autograd and `iternorm.solvers`
-    differentiate, and differentiated with `create_graph`.
+    differentiate, and differentiated with `create_graph`. Batched gradients come here too: they need no graph.
     """
     wanted = [t for t, needed in zip(inputs, needs, strict=True) if needed]
+    create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), no_autocast(inputs[0]):
-        y = differentiable_whiten(*inputs, *config)
-        gradients = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+        solve = solvers.composed if modes.is_batched(grad) else _solved
+        y = differentiable_whiten(*inputs, *config, solve=solve)[0]
+        gradients = iter(torch.autograd.grad(y, wanted, grad, create_graph=create_graph))
     return [next(gradients) if needed else None for needed in needs]
 
 
-def differentiable_whiten(x, weight, bias, group_size, solver, num_iters, eps) -> Tensor:
-    """`whiten` by a centred copy and batched products: differentiable to any order the solver is."""
-    planes = plain.as_planes(x).to(plain.compute_dtype(x.dtype))
-    outputs = []
-    for part in groups.parts(x.shape[1], group_size):
-        block = planes[:, part.channels].unflatten(1, (part.count, part.size))  # [N, G, d, L]
-        centered = block - block.mean((0, 3), keepdim=True)
-        samples = centered.permute(1, 2, 0, 3).flatten(2)  # [G, d, m]
-        covariance = _regularized(samples @ samples.mT / samples.shape[2], eps)
-        outputs.append((SOLVE[solver](covariance, num_iters) @ centered).flatten(1, 2))
-    y = torch.cat(outputs, 1)
+def differentiable_whiten(
+    x, weight, bias, group_size, solver, num_iters, eps, solve
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`whiten` by a centred copy and batched products: differentiable to any order the solver is, and transformable."""
+    parts = groups.parts(x.shape[1], group_size)
+    with no_autocast(x):
+        blocks, mean, covariance = centered_moments(x, group_size)
+        matrices = [solve(_regularized(part.of(covariance), eps), solver, num_iters) for part in parts]
+        y = torch.cat([(m @ block).flatten(1, 2) for m, block in zip(matrices, blocks, strict=True)], 1)
     if weight is not None:
-        y = y * weight[:, None]
+        y = y * weight[:, None].to(y.dtype)
     if bias is not None:
-        y = y + bias[:, None]
-    return y.to(x.dtype).view(x.shape)
+        y = y + bias[:, None].to(y.dtype)
+    statistics = mean.detach(), covariance.detach(), groups.pad(matrices).detach()
+    return y.to(x.dtype).reshape(x.shape), *statistics
 
 
-SOLVE = {
-    "newton": solvers.newton,
-    "newton_triton": solvers.newton,
-    "zca": lambda covariance, _: solvers.zca(covariance),
-    "pca": lambda covariance, _: solvers.pca(covariance),
-    "cholesky": lambda covariance, _: solvers.cholesky(covariance),
-}
+def centered_moments(x: Tensor, group_size: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """The centred activation by part, ``[N, G, d, L]``, its mean ``[C]`` and covariance ``[G, d, d]``."""
+    planes = plain.as_planes(x).to(plain.compute_dtype(x.dtype))
+    blocks, means, covariances = [], [], []
+    for part in groups.parts(x.shape[1], group_size):
+        block = planes[:, part.channels].unflatten(1, (part.count, part.size))
+        mean = block.mean((0, 3), keepdim=True)
+        block = block - mean
+        samples = block.permute(1, 2, 0, 3).flatten(2)  # [G, d, m]
+        blocks.append(block)
+        means.append(mean.flatten())
+        covariances.append(samples @ samples.mT / samples.shape[2])
+    return blocks, torch.cat(means), groups.pad(covariances)
+
+
+def _solved(covariance: Tensor, solver: str, num_iters: int) -> Tensor:
+    """The public function of a solver, with the backward of its own."""
+    if solver == "newton_triton":
+        solver = "newton"
+    return solvers.newton(covariance, num_iters) if solver == "newton" else getattr(solvers, solver)(covariance)

@@ -5,6 +5,8 @@ paper's: X is ``[d, m]`` (channels of one group by samples), Σ its covariance, 
 tuned, and no fast path imports it. Gradients come from autograd, to any order.
 """
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -49,7 +51,7 @@ def whiten(x: Tensor, solver, group_size: int | None = None, eps: float = 1e-5) 
         The whitened activation, the mean ``[C]`` and the whitening matrices, one ``[d, d]`` a group.
     """
     outputs, means, matrices = [], [], []
-    for group in x.split(group_size or x.shape[1], dim=1):
+    for group in x.split(operator.index(group_size) if group_size else x.shape[1], dim=1):
         X = group.transpose(0, 1).reshape(group.shape[1], -1)  # [d, m]
         mean = X.mean(1, keepdim=True)  # [d, 1]
         centered = X - mean

@@ -1,5 +1,6 @@
 """Putting one layer in another's place: what goes over, and where the old one is found in a model."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,9 @@ _HOOKS = (
     "_load_state_dict_post_hooks",
 )
 
+# What a frozen layer has of its own in place of the methods of its class.
+_FROZEN = ("train", "reset_running_stats")
+
 Where = str | Callable[[str, nn.Module], bool]
 
 
@@ -34,6 +38,27 @@ class Frozen:
         nn.Module.train(self.layer, mode)
         self.layer.training = False
         return self.layer
+
+
+class Kept:
+    """A layer's `reset_running_stats` while its statistics are frozen: a tool that resets all layers is told."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self) -> None:
+        name = type(self.layer).__name__
+        warnings.warn(f"{name} is frozen and keeps its statistics; call iternorm.unfreeze first", stacklevel=2)
+
+
+def freeze(layer: nn.Module) -> None:
+    layer.__dict__.update(train=Frozen(layer), reset_running_stats=Kept(layer))
+    layer.training = False
+
+
+def unfreeze(layer: nn.Module) -> None:
+    for name in _FROZEN:
+        layer.__dict__.pop(name, None)
 
 
 def is_frozen(layer: nn.Module) -> bool:
@@ -52,11 +77,11 @@ def carry(old: nn.Module, new: nn.Module, without: tuple[str, ...] = ()) -> None
     new._non_persistent_buffers_set |= old._non_persistent_buffers_set - set(without)
     carry_hooks(old, new)
     for name, value in vars(old).items():
-        if name not in vars(new) and name not in without and name != "train":
+        if name not in vars(new) and name not in without and name not in _FROZEN:
             new.__dict__[name] = value
     new.training = old.training
     if is_frozen(old):
-        new.__dict__["train"] = Frozen(new)
+        freeze(new)
 
 
 def carry_hooks(old: nn.Module, new: nn.Module) -> None:

@@ -8,6 +8,9 @@ own backward. Derivations: docs/math.md, sections 3 and 4.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from iternorm import modes
 
 SOLVERS = ("newton", "zca", "pca", "cholesky")
 
@@ -24,20 +27,25 @@ def newton(covariance: Tensor, num_iters: int) -> Tensor:
         tensor([[0.5000, 0.0000],
                 [0.0000, 1.0000]])
     """
+    if modes.is_transformed():
+        return composed(covariance, "newton", num_iters)
     return _Solve.apply(covariance, "newton", num_iters)  # pyright: ignore[reportReturnType]
 
 
 def zca(covariance: Tensor) -> Tensor:
     """D Λ^{-1/2} Dᵀ by eigendecomposition: the symmetric whitening matrix (math.md, Eq. 13)."""
-    return _Solve.apply(covariance, "zca", 0)  # pyright: ignore[reportReturnType]
+    return _Zca.apply(covariance)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
 def pca(covariance: Tensor) -> Tensor:
     """Λ^{-1/2} Dᵀ: whitening along the principal axes, largest variance first (math.md, Eq. 16).
 
     Each eigenvector is signed so that its component of largest magnitude is positive. Axes with equal eigenvalues
-    are arbitrary within their subspace; the gradient along such an ambiguity is taken as zero.
+    are arbitrary within their subspace; the gradient along such an ambiguity is taken as zero, but inside `torch.func`
+    and forward-mode differentiation, which take the derivative of `torch.linalg.eigh` and need distinct eigenvalues.
     """
+    if modes.is_transformed():
+        return composed(covariance, "pca")
     return _Solve.apply(covariance, "pca", 0)  # pyright: ignore[reportReturnType]
 
 
@@ -46,7 +54,21 @@ def cholesky(covariance: Tensor) -> Tensor:
 
     A matrix that is not positive definite in the working precision gives NaN, without a synchronization.
     """
+    if modes.is_transformed():
+        return composed(covariance, "cholesky")
     return _Solve.apply(covariance, "cholesky", 0)  # pyright: ignore[reportReturnType]
+
+
+def composed(covariance: Tensor, solver: str, num_iters: int = 0) -> Tensor:
+    """The whitening matrix by operators that torch differentiates itself, in any mode: for function transforms."""
+    if solver == "newton":
+        return _newton(covariance, num_iters)[0]
+    if solver == "cholesky":
+        return _cholesky(covariance)
+    if solver == "pca":
+        return _pca_from_eigh(*_eigh(covariance))
+    # ZCA's own derivative, which is exact for equal eigenvalues, is a Python function, which a trace cannot save.
+    return _zca_from_eigh(*_eigh(covariance)) if modes.is_traced() else zca(covariance)
 
 
 def solve(covariance: Tensor, solver: str, num_iters: int, keep: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -67,7 +89,7 @@ def solve(covariance: Tensor, solver: str, num_iters: int, keep: bool = False) -
         return _cholesky(covariance), ()
     eigenvalues, vectors = _eigh(covariance)
     if solver == "zca":
-        return (vectors * eigenvalues.rsqrt()[..., None, :]) @ vectors.mT, (eigenvalues, vectors)
+        return _zca_from_eigh(eigenvalues, vectors), (eigenvalues, vectors)
     return _pca_from_eigh(eigenvalues, vectors), (eigenvalues, vectors)
 
 
@@ -90,6 +112,8 @@ def solve_backward(
 
 
 class _Solve(torch.autograd.Function):
+    """Newton, PCA and Cholesky with their analytic backward."""
+
     @staticmethod
     def forward(ctx, covariance, solver, num_iters):
         whitening, saved = solve(covariance, solver, num_iters)
@@ -100,13 +124,95 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         covariance, whitening, *saved = ctx.saved_tensors
-        # A graph of the backward is wanted, so the eigenpairs must carry their dependence on the covariance. The
+        # A graph of the backward is wanted, so PCA's eigenpairs must carry their dependence on the covariance. The
         # other two solvers use only the input and the output, which autograd already follows.
-        if saved and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if ctx.solver == "zca":
-                return _ZcaBackward.apply(grad, covariance, *saved), None, None
+        if saved and modes.wants_graph(grad):
             saved = _eigh(covariance)
         return solve_backward(grad, covariance, whitening, tuple(saved), ctx.solver, ctx.num_iters), None, None
+
+
+class _Zca(torch.autograd.Function):
+    """ZCA, whose derivative is symmetric: forward and reverse mode are the same map (Eq. 14).
+
+    The eigenpairs are outputs so that the derivatives need not compute them again; they have no gradient of their own.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(covariance):
+        eigenvalues, vectors = _eigh(covariance)
+        return _zca_from_eigh(eigenvalues, vectors), eigenvalues, vectors
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, eigenvalues, vectors = output
+        ctx.mark_non_differentiable(eigenvalues, vectors)
+        ctx.save_for_backward(*inputs, eigenvalues, vectors)
+        ctx.save_for_forward(*inputs, eigenvalues, vectors)
+
+    @staticmethod
+    def backward(ctx, grad, *_unused):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _ZcaDerivative.apply(grad, *ctx.saved_tensors)
+
+    @staticmethod
+    def jvp(ctx, tangent):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _ZcaDerivative.apply(tangent, *ctx.saved_tensors), None, None
+
+
+class _ZcaDerivative(torch.autograd.Function):
+    """The derivative of ZCA at a covariance, applied to a direction: linear in it, and symmetric."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(direction, covariance, eigenvalues, vectors):
+        return _zca_backward(direction, eigenvalues, vectors)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        direction, *point = ctx.saved_tensors
+        return _ZcaDerivative.apply(grad, *point), _ZcaSecond.apply(direction, grad, *point[1:]), None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, covariance_tangent, *_unused):  # pyright: ignore[reportIncompatibleMethodOverride]
+        direction, *point = ctx.saved_tensors
+        parts = []
+        if tangent is not None:
+            parts.append(_ZcaDerivative.apply(tangent, *point))
+        if covariance_tangent is not None:
+            parts.append(_ZcaSecond.apply(direction, covariance_tangent, *point[1:]))
+        return sum(parts[1:], parts[0])
+
+
+class _ZcaSecond(torch.autograd.Function):
+    """The second derivative of ZCA in two directions, by second divided differences (Eq. 15). It has no third."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(first, second, eigenvalues, vectors):
+        roots = eigenvalues.sqrt()
+        i, j, k = roots[..., :, None, None], roots[..., None, :, None], roots[..., None, None, :]
+        differences = (i + j + k) / (i * j * k * (i + j) * (j + k) * (i + k))
+        left = vectors.mT @ _symmetric(first) @ vectors
+        right = vectors.mT @ _symmetric(second) @ vectors
+        inner = (differences * left[..., :, None, :] * right.mT[..., None, :, :]).sum(-1)
+        return vectors @ (inner + inner.mT) @ vectors.mT
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise NotImplementedError("the third derivative of ZCA is not implemented; use solvers.newton with large T")
 
 
 def _symmetric(matrix: Tensor) -> Tensor:
@@ -140,7 +246,7 @@ def _newton(covariance: Tensor, num_iters: int) -> tuple[Tensor, list[Tensor], l
         residuals.append(residual)
         iterates.append(iterate)
         iterate = torch.baddbmm(iterate, iterate, residual, beta=1.5, alpha=-0.5)
-    return iterate.view_as(covariance) * trace.rsqrt(), residuals, iterates
+    return iterate.reshape(covariance.shape) * trace.rsqrt(), residuals, iterates
 
 
 def _newton_backward(
@@ -193,31 +299,13 @@ def _divided_difference(roots: Tensor) -> Tensor:
     return -1 / (left * right * (left + right))
 
 
+def _zca_from_eigh(eigenvalues: Tensor, vectors: Tensor) -> Tensor:
+    return (vectors * eigenvalues.rsqrt()[..., None, :]) @ vectors.mT
+
+
 def _zca_backward(grad: Tensor, eigenvalues: Tensor, vectors: Tensor) -> Tensor:
     inner = vectors.mT @ _symmetric(grad) @ vectors
     return vectors @ (_divided_difference(eigenvalues.sqrt()) * inner) @ vectors.mT
-
-
-class _ZcaBackward(torch.autograd.Function):
-    """`_zca_backward` with its own exact backward, by second divided differences (Eq. 15)."""
-
-    @staticmethod
-    def forward(ctx, grad, covariance, eigenvalues, vectors):
-        ctx.save_for_backward(grad, eigenvalues, vectors)
-        return _zca_backward(grad, eigenvalues, vectors)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad, eigenvalues, vectors = ctx.saved_tensors
-        roots = eigenvalues.sqrt()
-        i, j, k = roots[..., :, None, None], roots[..., None, :, None], roots[..., None, None, :]
-        second = (i + j + k) / (i * j * k * (i + j) * (j + k) * (i + k))
-        left = vectors.mT @ _symmetric(grad) @ vectors
-        right = vectors.mT @ _symmetric(grad_output) @ vectors
-        inner = torch.einsum("...ijk,...ik,...kj->...ij", second, left, right)
-        for_covariance = vectors @ (inner + inner.mT) @ vectors.mT
-        return _zca_backward(grad_output, eigenvalues, vectors), for_covariance, None, None
 
 
 def _pca_from_eigh(eigenvalues: Tensor, vectors: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from iternorm import collective
 from iternorm.modules import _IterNorm
@@ -35,6 +36,7 @@ class SyncIterNorm(_IterNorm):
         process_group: the processes to synchronize over; None is all of them.
         device: of parameters and buffers.
         dtype: of parameters and buffers.
+        bias: False learns no `bias`, only the `weight`, if `affine` is set.
         group_size: the number of channels whitened together; None is all of them.
         num_iters: the paper's T, the number of Newton steps, from 0.
         running: "whitening" or "covariance"; see `iternorm.modules.WhiteningNorm`.
@@ -53,6 +55,7 @@ class SyncIterNorm(_IterNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         group_size: int | None = 64,
         num_iters: int = 5,
         running: str = "whitening",
@@ -62,7 +65,7 @@ class SyncIterNorm(_IterNorm):
         if impl in ("reference", "triton"):
             raise ValueError(f'impl="{impl}" does not synchronize; use impl="auto", or IterNorm1d/2d/3d')
         words: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
-        words["activation"] = activation
+        words |= {"activation": activation, "bias": bias}
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **words)
         self.process_group = process_group
         # The group whose ranks have been seen to agree on this layer, by name.
@@ -72,7 +75,7 @@ class SyncIterNorm(_IterNorm):
         """Any rank that `iternorm.functional` takes."""
 
     def forward(self, input: Tensor) -> Tensor:
-        group = self._process_group(input)
+        group = None if isinstance(input, Proxy) else self._process_group(input)
         # A rank whose input does not fit its layer raises there; before that, its peers must hear of it.
         if group is not None and self.training and self._agreed != group.name:
             self._check_agreement(input, group)

@@ -124,6 +124,27 @@ def test_one_that_is_cut_short_is_set_aside(tmp_path, name, left):
     assert checkpoint.load(tmp_path, RECIPE) is None
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_one_that_is_damaged_is_set_aside(tmp_path, name):
+    model = network()
+    path = checkpoint.save(tmp_path, RECIPE, ROWS, model, trained(model))
+    content = (path / name).read_bytes()
+    # One bit of the last number, or of the number of iterations: all of it can still be read.
+    where = content.index(b": 10,") + 2 if name == "state.json" else len(content) - 1
+    (path / name).write_bytes(content[:where] + bytes([content[where] ^ 2]) + content[where + 1 :])
+    with pytest.warns(UserWarning, match=rf"checkpoint-000001 is damaged: {name} is not what was written.*renamed"):
+        assert checkpoint.load(tmp_path, RECIPE) is None
+
+
+def test_one_from_before_there_were_digests_is_taken(tmp_path):
+    model = network()
+    path = checkpoint.save(tmp_path, RECIPE, ROWS, model, trained(model))
+    state = json.loads((path / "state.json").read_text())
+    del state["sha256"]
+    (path / "state.json").write_text(json.dumps(state))
+    assert checkpoint.load(tmp_path, RECIPE).rows == ROWS
+
+
 def test_one_with_a_missing_file_is_set_aside(tmp_path):
     model = network()
     path = checkpoint.save(tmp_path, RECIPE, ROWS, model, trained(model))
@@ -157,6 +178,8 @@ def test_a_field_the_writer_did_not_know_had_its_default(tmp_path):
     path = checkpoint.save(tmp_path, RECIPE, ROWS, model, trained(model))
     state = json.loads((path / "state.json").read_text())
     del state["recipe"]["width"]
+    # A writer that knew fewer fields wrote no digests either, or digests of what it wrote.
+    del state["sha256"]
     (path / "state.json").write_text(json.dumps(state))
     assert checkpoint.load(tmp_path, RECIPE).rows == ROWS
     with pytest.raises(CheckpointError, match="width"):

@@ -17,7 +17,7 @@ MEAN = torch.tensor(pictures.MEAN, dtype=torch.float64).view(3, 1, 1)
 STD = torch.tensor(pictures.STD, dtype=torch.float64).view(3, 1, 1)
 
 
-def recipe(data="imagenet", batch_size=8, **values):
+def recipe(data="pictures", batch_size=8, **values):
     return Recipe(data, "resnet-18", "BN", batch_size, 0.1, 1, **{"image_size": 32, **values})
 
 
@@ -25,7 +25,7 @@ def recipe(data="imagenet", batch_size=8, **values):
 def made(tmp_path_factory):
     """A data folder with a generated image folder as its ImageNet."""
     folder = tmp_path_factory.mktemp("data")
-    generated.write_folder(folder / "imagenet")
+    generated.write_folder(folder / "pictures")
     return folder
 
 
@@ -160,7 +160,7 @@ def test_one_map_of_colours_is_all_the_steps():
 def test_batches_against_one_picture_at_a_time(made, augment, channels_last):
     asked = recipe(augment=augment, seed=3, train_examples=20, channels_last=channels_last)
     source = open_source(asked, "cpu", folder=made, num_workers=0)
-    _, train, _ = image_folder.find_examples(made / "imagenet")
+    _, train, _ = image_folder.find_examples(made / "pictures")
     generator = torch.Generator().manual_seed(mixed(3, 5))
     order = torch.randperm(20, generator=generator)[:16]
     batches = list(source.train_batches(5))
@@ -238,7 +238,7 @@ def test_the_generated_folder_is_like_the_real_one():
 
 
 def test_the_first_examples_have_all_classes(made):
-    classes, train, val = image_folder.find_examples(made / "imagenet")
+    classes, train, val = image_folder.find_examples(made / "pictures")
     assert len(classes) == 12
     assert train.labels[:12].tolist() == list(range(12))
     assert val.labels.tolist() == list(range(12)) * 4
@@ -248,14 +248,14 @@ def test_the_first_examples_have_all_classes(made):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_broken_picture_in_a_folder_is_named(tmp_path, num_workers):
-    generated.write_folder(tmp_path / "imagenet")
-    broken(tmp_path / "imagenet" / "val" / "class03" / "2.jpg", "cut")
+    generated.write_folder(tmp_path / "pictures")
+    broken(tmp_path / "pictures" / "val" / "class03" / "2.jpg", "cut")
     source = open_source(recipe(), "cpu", folder=tmp_path, num_workers=num_workers)
     with pytest.raises(ValueError, match=r"val/class03/2\.jpg is not a picture that can be read") as raised:
         list(source.test_batches())
     assert "Traceback" not in str(raised.value)
     # One that vanishes after the folder was looked through.
-    (tmp_path / "imagenet" / "train" / "class01" / "0.jpg").unlink()
+    (tmp_path / "pictures" / "train" / "class01" / "0.jpg").unlink()
     with pytest.raises(FileNotFoundError, match=r"class01/0\.jpg"):
         list(source.train_batches(0))
 
@@ -270,13 +270,13 @@ def folder_of(root, layout):
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        ({"train/a": ["0.jpg"]}, r"imagenet has no folder val/, but train: train/CLASS"),
-        ({"val/a": ["0.jpg"]}, r"imagenet has no folder train/, but val"),
-        ({"dogs": ["0.jpg"], "cats": []}, r"imagenet has no folder train/, but cats, dogs"),
+        ({"train/a": ["0.jpg"]}, r"pictures has no folder val/, but train: train/CLASS"),
+        ({"val/a": ["0.jpg"]}, r"pictures has no folder train/, but val"),
+        ({"dogs": ["0.jpg"], "cats": []}, r"pictures has no folder train/, but cats, dogs"),
         ({"train/a": ["0.jpg"], "val": ["0.jpg", "1.jpg"]}, r"val has no class folders, but 2 images: sort the images"),
         (
             {"train/a": ["0.jpg"], "train/b": ["0.jpg"], "val/b": ["0.jpg"], "val/c": ["0.jpg"]},
-            r"classes of .*imagenet differ: a only in train/; c only in val/",
+            r"classes of .*pictures differ: a only in train/; c only in val/",
         ),
         (
             {**{f"train/{name}": ["0.jpg"] for name in "abcde"}, "val/a": ["0.jpg"]},
@@ -286,37 +286,39 @@ def folder_of(root, layout):
     ],
 )
 def test_folders_that_are_not_imagenets(tmp_path, layout, expected):
-    folder_of(tmp_path / "imagenet", layout)
+    folder_of(tmp_path / "pictures", layout)
     with pytest.raises(ValueError, match=expected):
         open_source(recipe(), "cpu", folder=tmp_path)
 
 
 def test_a_missing_folder(tmp_path, monkeypatch):
     with pytest.raises(
-        FileNotFoundError, match="imagenet is missing, and ImageNet cannot be downloaded: put its images"
+        FileNotFoundError, match="imagenet is missing, and folders of images cannot be downloaded: put the images"
     ):
+        open_source(recipe("imagenet"), "cpu", folder=tmp_path)
+    with pytest.raises(ValueError, match=r"data='pictures' of a recipe: known are .*, and folders of images"):
         open_source(recipe(), "cpu", folder=tmp_path)
     monkeypatch.setenv("ITERNORM_DATA", str(tmp_path / "typo"))
     with pytest.raises(ValueError, match=r"ITERNORM_DATA is .*typo, which does not exist"):
-        open_source(recipe(), "cpu")
+        open_source(recipe("imagenet"), "cpu")
     (tmp_path / "typo" / "holidays").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"holds other things \(holidays\)"):
-        open_source(recipe(), "cpu")
+        open_source(recipe("imagenet"), "cpu")
 
 
 def test_odd_names_and_other_files(tmp_path):
     layout = {f"{split}/{name}": ["ü ñ.JPEG"] for split in ("train", "val") for name in ("chien d'été", "猫")}
-    folder_of(tmp_path / "imagenet", layout)
-    (tmp_path / "imagenet" / "train" / "猫" / "notes.txt").write_text("not a picture")
-    (tmp_path / "imagenet" / "train" / "猫" / "._a.jpg").write_text("not a picture either")
-    (tmp_path / "imagenet" / "train" / ".cache").mkdir()
+    folder_of(tmp_path / "pictures", layout)
+    (tmp_path / "pictures" / "train" / "猫" / "notes.txt").write_text("not a picture")
+    (tmp_path / "pictures" / "train" / "猫" / "._a.jpg").write_text("not a picture either")
+    (tmp_path / "pictures" / "train" / ".cache").mkdir()
     source = open_source(recipe(batch_size=2), "cpu", folder=tmp_path, num_workers=0)
     assert (source.num_classes, source.num_train) == (2, 2)
     assert len(list(source.train_batches(0))) == 1
 
 
 def test_too_many_are_asked_for(made):
-    with pytest.raises(ValueError, match="train_examples=97 of a recipe: imagenet has 96"):
+    with pytest.raises(ValueError, match="train_examples=97 of a recipe: pictures has 96"):
         open_source(recipe(train_examples=97), "cpu", folder=made)
     with pytest.raises(ValueError, match="batch_size=97 of a recipe: there are 96"):
         open_source(recipe(batch_size=97), "cpu", folder=made)
@@ -326,8 +328,8 @@ def test_too_many_are_asked_for(made):
 
 def test_workers_are_shared_by_the_processes_of_a_machine(monkeypatch):
     monkeypatch.setattr(image_folder.os, "sched_getaffinity", lambda _: range(8), raising=False)
-    assert image_folder._cores() == 8
+    assert image_folder.available_cores() == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert image_folder._cores() == 2
+    assert image_folder.available_cores() == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
-    assert image_folder._cores() == 1
+    assert image_folder.available_cores() == 1

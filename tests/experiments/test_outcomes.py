@@ -1,12 +1,9 @@
 """Numbers over seeds are told with their deviation, and a claim is decided by what was run."""
 
-import math
-import statistics
-
-import pytest
+from dataclasses import replace
 
 from iternorm.experiments import outcomes
-from iternorm.experiments.findings import Comparison
+from iternorm.experiments.findings import Comparison, Finding, Verdict
 from iternorm.experiments.outcomes import Seeds, claim_lower
 from iternorm.experiments.results import Result
 
@@ -39,38 +36,24 @@ def test_final_errors_are_those_of_the_last_row_of_each_seed():
     assert outcomes.finals(found, "test_error_top5") == Seeds((), 1)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "holds"),
-    [
-        (Seeds(()), Seeds(()), None),
-        (Seeds((3.0,)), Seeds(()), None),
-        (Seeds(()), Seeds((3.0,)), None),
-        (Seeds((3.0,)), Seeds((3.5,)), True),
-        (Seeds((3.5,)), Seeds((3.0,)), False),
-        (Seeds((3.5,)), Seeds((3.5,)), False),
-        # Where several seeds tell the error, a difference within it decides nothing.
-        (Seeds((3.0, 4.0)), Seeds((3.2, 4.2)), None),
-        (Seeds((3.2, 4.2)), Seeds((3.0, 4.0)), None),
-        (Seeds((3.0, 3.1)), Seeds((3.5, 3.6)), True),
-        (Seeds((3.5, 3.6)), Seeds((3.0, 3.1)), False),
-        # What diverged is worse than what did not.
-        (Seeds((), 1), Seeds((3.0,)), False),
-        (Seeds((3.0,)), Seeds((), 1), True),
-        (Seeds((), 1), Seeds((), 1), None),
-        (Seeds((), 1), Seeds(()), None),
-    ],
-)
-def test_a_claim_holds_fails_or_is_open(low, high, holds):
-    claim = claim_lower("a is lower than b", ("a", "b"), (low, high))
-    assert claim.holds is holds
-    assert claim.evidence.startswith(f"a {low}, b {high}")
+def test_a_claim_tells_the_numbers_their_difference_and_its_error():
+    claim = claim_lower("a is lower than b", ("a", "b"), (Seeds((3.0, 3.2, 3.1)), Seeds((3.6, 3.8, 3.7))))
+    assert claim.verdict is Verdict.HOLDS
+    assert claim.evidence == "a 3.10 ± 0.10 (3 seeds), b 3.70 ± 0.10 (3 seeds): lower by 0.60 ± 0.08"
+    claim = claim_lower("", ("a", "b"), (Seeds((7.0,)), Seeds((6.0,))), 10_000)
+    assert claim.finding == Finding(Verdict.ONE_SEED, False)
+    assert claim.evidence == "a 7.00 (one seed), b 6.00 (one seed): higher by 1.00 ± 0.35 (of the test set)"
+    claim = claim_lower("", ("a", "b"), (Seeds((7.0,)), Seeds(())))
+    assert (claim.verdict, claim.evidence) == (Verdict.NOT_RUN, "a 7.00 (one seed), b not run")
 
 
-def test_the_error_of_a_difference_is_the_standard_error_of_the_means():
-    low, high = (3.0, 3.2, 3.1), (3.6, 3.8)
-    error = math.sqrt(statistics.variance(low) / 3 + statistics.variance(high) / 2)
-    claim = claim_lower("", ("a", "b"), (Seeds(low), Seeds(high)))
-    assert claim.evidence.endswith(f"lower by 0.60 ± {error:.2f}")
+def test_the_test_set_is_as_large_as_the_result_says():
+    assert outcomes.num_test([]) is None
+    assert outcomes.num_test([result(1.0, data="cifar10")]) == 10_000
+    assert outcomes.num_test([result(1.0, data="cifar10", test_examples=32)]) == 32
+    assert outcomes.num_test([result(1.0, data="pictures")]) is None
+    folder = replace(result(1.0, data="pictures"), provenance={"data": {"test_images": 3925}})
+    assert outcomes.num_test([folder]) == 3925
 
 
 def test_numbers_are_drawn_and_told_in_words():

@@ -9,6 +9,7 @@ import pytest
 
 from iternorm.analysis.report import write_text_atomically
 from iternorm.experiments import registry, results, sweep, tableA1
+from iternorm.experiments.findings import Verdict, measured
 from iternorm.experiments.registry import Experiment, Plan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -158,7 +159,7 @@ class TestEveryExperiment:
         experiment = registry.get(name)
         claims = experiment.claims([])
         assert claims
-        assert [claim.holds for claim in claims] == [None] * len(claims)
+        assert {claim.verdict for claim in claims} <= {Verdict.NOT_RUN}
         assert all(number.ours == () for number in experiment.compare([]))
 
     def test_committed_results_are_of_this_version(self, name):
@@ -171,15 +172,15 @@ def test_what_takes_minutes_is_committed_whole_and_judged(name):
     experiment = registry.get(name)
     state = registry.survey(experiment, ROOT / "results")
     assert state.missing == ()
-    assert all(claim.holds is not None and claim.evidence for claim in experiment.claims(state.finished))
+    assert all(claim.verdict is not Verdict.NOT_RUN and claim.evidence for claim in experiment.claims(state.finished))
 
 
 def test_claims_follow_the_results():
     experiment = registry.get("fig4")
     finished = registry.survey(experiment, ROOT / "results").finished
-    assert all(claim.holds for claim in experiment.claims(finished))
+    assert all(claim.verdict is Verdict.HOLDS for claim in experiment.claims(finished))
     spoiled = [replace(result, rows=[{**row, "snd": 1 / row["snd"]} for row in result.rows]) for result in finished]
-    assert [claim.holds for claim in experiment.claims(spoiled)] == [True, False, True, False]
+    assert [claim.finding for claim in experiment.claims(spoiled)] == [*map(measured, (True, False, True, False))]
 
 
 def rows_of(name, tmp_path):
@@ -234,11 +235,47 @@ def test_table_a1_takes_eager_calls_of_the_gpus_benchmark():
         ("IterNorm T=5 d=64", 1.0, 0.5, 7.40),
         ("DBN d=16", 8.0, 4.0, 15.92),
     ]
+    # DBN by eigendecomposition and by the kernels are two rows beside the paper's one.
+    both = [*rivals, rival("DBN d=16 kernels", "NCHW", 1.0, 0.5)]
+    rows = tableA1.cuda_rows({"shape": [64, 64, 32, 32], "failed": None, "rivals": both})
+    assert [row["paper_ms"] for row in rows] == [5.65, 7.40, 15.92, 15.92]
     # Groups of 64 of 128 channels are not what the paper timed.
     rows = tableA1.cuda_rows({"shape": [64, 128, 32, 32], "failed": None, "rivals": rivals})
     assert [row["paper_ms"] for row in rows] == [13.62, None, 35.02]
     with pytest.raises(RuntimeError, match="out of memory"):
         tableA1.cuda_rows({"shape": [64, 64, 32, 32], "failed": "out of memory", "rivals": []})
+
+
+def test_table_a1_on_a_gpu_times_128_channels_together_and_both_ways_of_dbn(tmp_path, monkeypatch):
+    from fake_gpu import FakeGpu
+    from iternorm.bench.cuda import precompile, timing
+
+    compiled = []
+    monkeypatch.setattr(timing, "Gpu", FakeGpu)
+    monkeypatch.setattr(precompile, "compile_all", compiled.extend)
+    context = registry.Context("cuda", lambda *args, **values: None, tmp_path)
+    # The channels of the table and fewer samples: the shapes are those of the table for the choice of layers only.
+    shape = (64, 128, 32, 32)
+    monkeypatch.setattr("iternorm.bench.cuda.contest.Case", _small_case)
+    rows = tableA1.run({"job": "cuda-C128", "shape": list(shape), "device": "cuda", "rounds": 1}, context)
+    paper = {row["name"]: row["paper_ms"] for row in rows if row["paper_ms"]}
+    assert paper == {
+        "conv3x3": 13.62, "IterNorm T=3 d=128": 13.32, "IterNorm T=5 d=128": 13.92, "IterNorm T=7 d=128": 14.68,
+        "DBN d=16": 35.02, "DBN d=16 kernels": 35.02,
+    }  # fmt: skip
+    assert {job.layout for job in compiled} == {"NCHW"}
+    assert {job.name for job in compiled} >= {"IterNorm T=5 d=128", "DBN d=16 kernels"}
+    result = results.Result("tableA1", {"job": "a", "shape": list(shape), "device": "cuda"}, rows, 0.0, {})
+    cheap, faster = tableA1.claims([result])
+    assert cheap.evidence == "time / time of the convolution: 1.00 with 128 channels"
+    assert faster.evidence.endswith("of DBN by our kernels, which the paper did not have: 1.00 with 128 channels")
+    assert len(tableA1.compare([result])) == len(paper)
+
+
+def _small_case(shape, dtype, channels_last):
+    from iternorm.bench import Case
+
+    return Case((2, shape[1], 4, 4), dtype, channels_last)
 
 
 def test_atomic_write_is_what_results_use(tmp_path, monkeypatch):

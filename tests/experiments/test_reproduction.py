@@ -8,7 +8,7 @@ import pytest
 
 import tiny_experiment
 from iternorm.experiments import registry, reproduction, results
-from iternorm.experiments.findings import Claim, Comparison
+from iternorm.experiments.findings import Claim, Comparison, Finding, Verdict, measured
 from iternorm.experiments.registry import Experiment, Plan
 from page_checks import assert_self_contained
 
@@ -114,14 +114,16 @@ def test_our_number_is_mean_and_deviation(ours, unit, text):
     assert reproduction._ours(Comparison("x", "", ours, unit)) == text
 
 
-def test_verdicts_are_words(tiny, tmp_path):
-    none = registry.survey(tiny, tmp_path)
-    save(tmp_path, tiny, 1)
-    some = registry.survey(tiny, tmp_path)
-    claim = Claim("x", None, "")
-    verdicts = [reproduction._verdict(replace(claim, holds=holds), some) for holds in (True, False, None)]
-    assert verdicts == ["holds", "does not hold", "not decided"]
-    assert reproduction._verdict(claim, none) == "not run"
+def test_verdicts_are_words():
+    claim = Claim("x", Finding(Verdict.ONE_SEED, True), "", "1 of 4 configurations")
+    assert reproduction._verdict(claim) == "one seed only, points to it, in 1 of 4 configurations"
+    assert reproduction._verdict(replace(claim, coverage="")) == "one seed only, points to it"
+    claims = [claim, claim, *(Claim("x", Finding(verdict), "") for verdict in Verdict if verdict is not claim.verdict)]
+    claims.append(Claim("x", measured(True), "", "1 of 4 configurations"))
+    assert reproduction._counted(claims) == (
+        "2 hold (one in 1 of 4 configurations), 1 does not hold, 1 undecided, "
+        "2 on one seed only (in 1 of 4 configurations), 1 not run"
+    )
 
 
 def test_the_committed_report_is_of_the_committed_results():

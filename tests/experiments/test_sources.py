@@ -208,7 +208,7 @@ def test_look_alikes_can_be_learned(data):
 @pytest.mark.parametrize(
     ("values", "options", "expected"),
     [
-        ({"data": "cifar100"}, {}, "data='cifar100' of a recipe: known are mnist, cifar10, imagenet, generated-mnist"),
+        ({"data": "cifar100"}, {}, "data='cifar100' of a recipe: known are mnist, cifar10, imagenet, imagenette, gen"),
         ({"batch_size": 301}, {}, "batch_size=301 of a recipe: there are 300 training examples"),
         ({"train_examples": 5000}, {}, "train_examples=5000 of a recipe: generated-cifar10 has 4096"),
         ({"test_examples": 5000}, {}, "test_examples=5000 of a recipe: generated-cifar10 has 1024"),

@@ -10,7 +10,7 @@ import pytest
 
 import tiny_experiment
 from checks import ended_well
-from iternorm.experiments import locks, registry, results, sweep
+from iternorm.experiments import locks, registry, results, stopwatch, sweep
 from iternorm.experiments.registry import Experiment, Plan, State
 from tiny_experiment import finish, start
 
@@ -115,6 +115,47 @@ def test_an_interrupt_leaves_the_checkpoint_and_no_claim(counting, tmp_path):
     config = counting.jobs()[0]
     assert (registry.work_folder(tmp_path, "counting", config) / "checkpoint").exists()
     assert registry.survey(counting, tmp_path).running == 0
+
+
+def test_a_resumed_jobs_time_is_that_of_all_its_processes(counting, tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: clock[0])
+
+    def killed(config, context):
+        (context.folder / "checkpoint").touch()
+        for _ in range(4):
+            clock[0] += 10
+            context.step(1, 2)
+        raise KeyboardInterrupt
+
+    def ends(config, context):
+        clock[0] += 3
+        return [{}]
+
+    config = counting.jobs()[0]
+    folder = registry.work_folder(tmp_path, "counting", config)
+    for expected in ("40.000\n", "80.000\n"):
+        counting.module.run = killed
+        with pytest.raises(KeyboardInterrupt):
+            next(swept(counting, tmp_path))
+        assert (folder / "seconds").read_text() == expected
+    counting.module.run = ends
+    first, second = swept(counting, tmp_path)
+    assert first.result.seconds == 83
+    assert second.result.seconds == 3
+    assert not folder.exists()
+
+
+def test_a_time_that_cannot_be_kept_costs_no_job(counting, tmp_path, monkeypatch):
+    monkeypatch.setattr(stopwatch, "PERIOD_SECONDS", 0)
+    (first, *_) = swept(counting, tmp_path)
+    assert first.what == "ran"
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(stopwatch, "write_text_atomically", full)
+    assert [outcome.what for outcome in swept(counting, tmp_path / "other")] == ["ran", "ran"]
 
 
 @pytest.mark.parametrize(

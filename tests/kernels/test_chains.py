@@ -106,9 +106,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(launcher.Launch, "prepared", property(prepared), raising=False)
     monkeypatch.setattr(plan.Plan, "stream", lambda self: 7)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "_workspaces", {})
     return found
 
 

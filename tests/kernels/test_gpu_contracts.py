@@ -210,6 +210,17 @@ def test_more_than_two_to_the_31_elements(last):
     assert relative_error(dx[-64:], dz) < 2e-2
 
 
+def test_a_layer_keeps_no_memory_after_its_last_tensor_is_gone():
+    layer = layer_for((32, 128, 28, 28))
+    x = activation((32, 128, 28, 28), torch.float32)
+    before = torch.cuda.memory_allocated()
+    y = layer(x.requires_grad_())
+    y.sum().backward()
+    del y
+    x.grad = layer.weight.grad = layer.bias.grad = None
+    assert torch.cuda.memory_allocated() == before
+
+
 def test_other_streams_do_not_share_a_workspace():
     layer = layer_for((32, 128, 28, 28))
     inputs = [activation((32, 128, 28, 28), torch.float32) for _ in range(4)]

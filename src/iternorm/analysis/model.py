@@ -1,6 +1,7 @@
 """`analyze`: conditioning, correlation, effective rank, noise and drift of every normalization layer of a model."""
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -86,6 +87,8 @@ def analyze(
     """
     if mode not in ("train", "eval"):
         raise ValueError(f"mode is {mode!r}, but 'train' or 'eval' is needed")
+    # Numpy's integers, too, go into the result as Python's own: it is written as JSON.
+    batch_sizes, draws = [operator.index(size) for size in batch_sizes], operator.index(draws)
     if draws < 2:
         raise ValueError(f"draws is {draws}, but 2 or more batches are needed to see a spread")
     if positions is not None and positions < 1:

@@ -1,10 +1,12 @@
 """Checkpoints of a training run: weights and momentum as safetensors, the rest as JSON, no pickle.
 
-A checkpoint is a folder ``checkpoint-ROWS`` with three files. It is written under another name, brought to the disk
-and renamed, and only then is the one before it removed: at any moment at least one that was finished is whole.
+A checkpoint is a folder ``checkpoint-ROWS`` with three files, of which the last has the digests of all. It is written
+under another name, brought to the disk and renamed, and only then is the one before it removed: at any moment at least
+one that was finished is whole.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -30,7 +32,7 @@ class CheckpointError(ValueError):
 
 
 class _UnusableError(ValueError):
-    """A checkpoint that is cut short or of another version."""
+    """A checkpoint that is cut short, damaged or of another version."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,9 @@ def _write(
         if buffer is not None:
             momentum[name] = buffer.contiguous()
     save_file(momentum, place / _MOMENTUM)
-    state = {"format": FORMAT, "recipe": dataclasses.asdict(recipe), "rows": list(rows)}
+    state: dict[str, Any] = {"format": FORMAT, "recipe": dataclasses.asdict(recipe), "rows": list(rows)}
+    state["sha256"] = {name: _digest(place / name) for name in (_WEIGHTS, _MOMENTUM)}
+    state["sha256"][_STATE] = _digest_of(state)
     (place / _STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
     for name in (_WEIGHTS, _MOMENTUM, _STATE):
         _to_disk(place / name)
@@ -138,7 +142,8 @@ def _write(
 def load(folder: Path, recipe: Recipe) -> Checkpoint | None:
     """The newest checkpoint of a folder, or None.
 
-    One that is cut short or of another version is renamed with a warning, and the one before it, or none, is taken.
+    One that is cut short, damaged or of another version is renamed with a warning, and the one before it, or none, is
+    taken.
 
     Raises:
         CheckpointError: The checkpoint is whole, but of another recipe.
@@ -171,8 +176,17 @@ def _read(path: Path, recipe: Recipe) -> Checkpoint:
                 f"the checkpoint {path} has format {found!r}, this version of iternorm writes {FORMAT}"
             )
         weights, momentum = load_file(path / _WEIGHTS), load_file(path / _MOMENTUM)
+        _check_digests(path, state)
         rows, made_by = list(state["rows"]), dict(state["recipe"])
-    except (OSError, KeyError, TypeError, SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (
+        OSError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+        json.JSONDecodeError,
+        UnicodeDecodeError,
+    ) as error:
         raise _UnusableError(f"the checkpoint {path} is not complete ({error})") from error
     wanted: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
     # A field that the writer did not know had its default.
@@ -191,6 +205,31 @@ def _read(path: Path, recipe: Recipe) -> Checkpoint:
             "train in another folder, or remove it to train anew"
         )
     return Checkpoint(path, rows, weights, momentum)
+
+
+def _check_digests(path: Path, state: dict[str, Any]) -> None:
+    # Checkpoints of versions before this one have none.
+    written = dict(state.get("sha256", {}))
+    found = {name: _digest(path / name) for name in written if name != _STATE}
+    if _STATE in written:
+        del state["sha256"][_STATE]
+        found[_STATE] = _digest_of(state)
+    if damaged := [name for name in written if found[name] != written[name]]:
+        raise _UnusableError(f"the checkpoint {path} is damaged: {', '.join(damaged)} is not what was written")
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _digest_of(state: Mapping[str, Any]) -> str:
+    # Through JSON once, so that what was written and what is read are the same text.
+    plain = json.loads(json.dumps(state, allow_nan=False))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def _number(path: Path) -> int | None:

@@ -81,27 +81,6 @@ def evidence(values: Mapping[str, float | None], unit: str = "%") -> str:
     return ", ".join(f"{name} {text(value, unit)}" for name, value in values.items() if value is not None) or "not run"
 
 
-def extremes_are_worse(values: Sequence[float | None]) -> bool | None:
-    """Whether the first and the last of some errors are above all between them; None where one was not run.
-
-    Example:
-        >>> extremes_are_worse([3, 1, 2, 4]), extremes_are_worse([3, 1, None, 4])
-        (True, None)
-    """
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return None
-    return min(known[0], known[-1]) > max(known[1:-1])
-
-
-def last_is_much_worse(values: Sequence[float | None]) -> bool | None:
-    """Whether the last of some errors is a tenth or more above all but the first; None where one was not run."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return None
-    return known[-1] >= 1.1 * max(known[1:-1])
-
-
 def divergence_note(results: Sequence[Result] | None) -> str:
     """How many of the seeds diverged, empty where none did."""
     count = sum(map(diverged, results or ()))

@@ -6,7 +6,8 @@ Files lie under a folder: the one given, else the environment variable ``ITERNOR
     cifar-10-batches-bin/data_batch_1.bin ... data_batch_5.bin  cifar-10-batches-bin/test_batch.bin
     imagenet/train/CLASS/*.JPEG  imagenet/val/CLASS/*.JPEG
 
-What is missing of the first two is downloaded. ImageNet is not, and is read by `iternorm.experiments.image_folder`.
+What is missing of the first two is downloaded. ImageNet, and any other folder of images beside it under a name of its
+own, is not, and is read by `iternorm.experiments.image_folder`.
 """
 
 import gzip
@@ -47,7 +48,10 @@ _CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
 # The folder of each data set.
-PLACES = {"mnist": "mnist", "cifar10": "cifar-10-batches-bin", "imagenet": "imagenet"}
+PLACES = {
+    **{name: name for name in ("mnist", "imagenet", "imagenette")},
+    "cifar10": "cifar-10-batches-bin",
+}
 
 
 class ImageSet(NamedTuple):
@@ -93,10 +97,10 @@ def load(name: str, split: Split = "train", folder: Folder = None) -> ImageSet:
 
 def available(name: str, folder: Folder = None) -> bool:
     """Whether the files of a data set are there, so that nothing has to be downloaded. They are not read."""
-    place = data_folder(folder) / PLACES[name] if name in PLACES else None
-    if place is None:
-        return name in DATA_SETS
-    if name == "imagenet":
+    if name == "digits":
+        return True
+    place = data_folder(folder) / PLACES.get(name, name)
+    if name not in DATA_SETS:
         return all((place / split).is_dir() for split in ("train", "val"))
     return all((place / file).is_file() for split in ("train", "test") for file in _files(name, split))
 
@@ -142,9 +146,10 @@ def check_folder(root: Path, name: str, folder: Folder = None) -> None:
     found = sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
     if found and not any((root / place).is_dir() for place in PLACES.values()):
         some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        place = PLACES.get(name, name)
         raise ValueError(
             f"{who} is {root}, which holds other things ({some}) and none of {', '.join(known)}: name the folder that "
-            f"holds {PLACES[name]}/, or make {root / PLACES[name]}"
+            f"holds {place}/, or make {root / place}"
         )
 
 

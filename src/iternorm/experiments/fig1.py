@@ -18,7 +18,7 @@ import torch
 
 from iternorm.analysis import Whitening, covariance
 
-from .findings import Claim
+from .findings import Claim, measured
 from .registry import Context, Plan
 from .results import Config, Result, Row
 
@@ -104,7 +104,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
         "IterNorm stretches along the eigenvectors step by step, the larger eigenvalue first.",
     )
     if not results:
-        return [Claim(text, None, "") for text in texts]
+        return [Claim(text, measured(None), "") for text in texts]
     panels = {row["panel"]: row for row in results[0].rows}
     (first, mixed), (_, second) = panels["BN"]["covariance"]
     standardized = abs(first - 1) < 1e-3 and abs(second - 1) < 1e-3 and abs(mixed) > 0.1
@@ -119,11 +119,13 @@ def claims(results: Sequence[Result]) -> list[Claim]:
     )
     first_larger = all(abs(1 - large) < abs(1 - small) for large, small in steps.values())
     return [
-        Claim(texts[0], standardized, f"variances {first:.3f} and {second:.3f}, correlation {mixed:.3f}"),
-        Claim(texts[1], farthest < 1e-3, f"no entry of the covariance is farther than {farthest:.0e} from it"),
+        Claim(texts[0], measured(standardized), f"variances {first:.3f} and {second:.3f}, correlation {mixed:.3f}"),
+        Claim(
+            texts[1], measured(farthest < 1e-3), f"no entry of the covariance is farther than {farthest:.0e} from it"
+        ),
         Claim(
             texts[2],
-            nearer and first_larger,
+            measured(nearer and first_larger),
             "variance along the two eigenvectors: "
             + "; ".join(f"{name.split()[1]} {large:.2f}, {small:.2f}" for name, (large, small) in steps.items()),
         ),

@@ -15,7 +15,7 @@ import torch
 
 from iternorm.analysis import batch_norm, snd
 
-from .findings import Claim, Comparison
+from .findings import Claim, Comparison, measured
 from .registry import Context, Plan
 from .results import Config, Result, Row
 
@@ -92,6 +92,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
     text = "With a large batch the outputs of a sample are close together and its SND is small."
     found = {row["batch_size"]: row for result in results for row in result.rows}
     if len(found) < 2:
-        return [Claim(text, None, "")]
+        return [Claim(text, measured(None), "")]
     shown = [f"{found[size]['snd']:.3f} ± {found[size]['snd_standard_error']:.3f} for {size}" for size in (16, 64)]
-    return [Claim(text, found[64]["snd"] < found[16]["snd"], f"SND by batch size: {', '.join(shown)} (standard error)")]
+    less = measured(found[64]["snd"] < found[16]["snd"])
+    return [Claim(text, less, f"SND by batch size: {', '.join(shown)} (standard error)")]

@@ -10,11 +10,10 @@ The paper got: curves without numbers.
 Departures: those of Figure 6. 160 epochs for the groups too, as the paper says; its scripts have 200.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from . import curves, vgg_cifar
-from .curves import evidence
+from . import curves, outcomes, rule, vgg_cifar
 from .findings import Claim, Comparison
 from .registry import Plan
 from .results import Config, Result
@@ -57,45 +56,40 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
 
 def claims(results: Sequence[Result]) -> list[Claim]:
     """The sentences of Section 5.1 on this figure."""
-    iterations, groups = _select(results, ITERATIONS), _select(results, GROUPS)
-    trained, tested = (
-        {name: curves.mean(iterations.get(name), value) for name in ITERATIONS}
-        for value in (vgg_cifar.mean_training_error, vgg_cifar.final_test_error)
-    )
-    groups_trained, groups_tested = (
-        {name: curves.mean(groups.get(name), value) for name in GROUPS}
-        for value in (vgg_cifar.mean_training_error, vgg_cifar.final_test_error)
+    num_test = outcomes.num_test(results)
+    (trained, tested), (groups_trained, groups_tested) = (
+        (_errors(results, panel, vgg_cifar.mean_training_error), _errors(results, panel, vgg_cifar.final_test_error))
+        for panel in (ITERATIONS, GROUPS)
     )
     return [
         Claim(
             "The smallest (T=0) and the largest (T=7) iteration number both have the worse training efficiency.",
-            curves.extremes_are_worse(list(trained.values())),
-            f"Training error averaged over epochs: {evidence(trained)}.",
+            outcomes.extremes_are_worse(list(trained.values())),
+            f"Training error (%), averaged over epochs: {outcomes.told(trained)}.",
         ),
         Claim(
             "With T=7 IterNorm has significantly worse test performance.",
-            curves.last_is_much_worse(list(tested.values())),
-            f"Final test error: {evidence(tested)}; that of T=7 has to be a tenth above the worst of T=1, 3, 5.",
+            outcomes.last_is_much_worse(list(tested.values()), num_test),
+            f"Final test error (%): {outcomes.told(tested)}; that of T=7 has to be a tenth above those of T=1, 3, 5.",
         ),
         Claim(
             "IterNorm is not sensitive to the large group size, in training and in testing.",
-            _are_near(groups_trained, groups_tested),
-            f"Training error averaged over epochs: {evidence(groups_trained)}. Final test error: "
-            f"{evidence(groups_tested)}. Groups of 512 and 256 may be {_NEAR} points worse than groups of 64.",
+            rule.all_of(
+                rule.is_lower(errors[large], errors["group 64"], margin=-_NEAR, num_test=tested_on)
+                for errors, tested_on in ((groups_trained, None), (groups_tested, num_test))
+                for large in ("group 512", "group 256")
+            ),
+            f"Training error (%), averaged over epochs: {outcomes.told(groups_trained)}. Final test error (%): "
+            f"{outcomes.told(groups_tested)}. Groups of 512 and 256 may be {_NEAR} points worse than groups of 64.",
         ),
     ]
 
 
-def _are_near(*errors: dict[str, float | None]) -> bool | None:
-    """Whether the large groups' errors are little above those of groups of 64."""
-    found = []
-    for values in errors:
-        middle, large = values["group 64"], [values["group 512"], values["group 256"]]
-        known = [value for value in large if value is not None]
-        if middle is None or len(known) < len(large):
-            return None
-        found.append(max(known) <= middle + _NEAR)
-    return all(found)
+def _errors(
+    results: Sequence[Result], panel: dict[str, str], value: Callable[[Result], float]
+) -> dict[str, outcomes.Seeds]:
+    runs = _select(results, panel)
+    return {name: outcomes.over_seeds(runs.get(name, ()), value) for name in panel}
 
 
 def plot(results: Sequence[Result]) -> "Figure":

@@ -12,8 +12,10 @@ Departures: bf16 autocast and channels_last (the paper: fp32). Convolutions are 
 of Zagoruyko and Komodakis, whose setup the paper names; the authors' published script leaves Torch's own
 initialization. Scales of all norms start at 1, where Torch starts those of BN at random in [0, 1]. The momentum is kept
 when the learning rate drops; the authors' script clears it. From that script, where the paper is silent: one more
-IterNorm right after the first convolution, reflection-padded crops, the last mini-batch dropped. The training error is
-that of the batches as they were trained on, dropout and augmentation included; the paper does not say.
+IterNorm right after the first convolution, reflection-padded crops, the last mini-batch dropped. Of 160 channels groups
+of 64 leave a smaller last one, 64, 64 and 32, as in that script; the authors' later PyTorch code takes five groups of
+32. The running averages for the test have a momentum of 0.1. The training error is that of the batches as they were
+trained on, dropout and augmentation included; the paper does not say.
 """
 
 from collections.abc import Sequence
@@ -84,5 +86,6 @@ def claims(results: Sequence[Result]) -> list[Claim]:
             ("generalizes better with IterNorm than with BN (test error, %)", final),
         ):
             low, high = (outcomes.over_seeds(each, value) for each in runs)
-            found.append(outcomes.claim_lower(f"{title(model)} {text}", names, (low, high)))
+            tested = outcomes.num_test(runs[0]) if value is final else None
+            found.append(outcomes.claim_lower(f"{title(model)} {text}", names, (low, high), tested))
     return found

@@ -12,8 +12,7 @@ Departures: those of Figure 3.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from . import curves, mnist_mlp
-from .curves import evidence
+from . import curves, mnist_mlp, outcomes
 from .findings import Claim, Comparison
 from .mnist_mlp import HOME as HOME
 from .registry import Plan
@@ -45,20 +44,22 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
 def claims(results: Sequence[Result]) -> list[Claim]:
     """The sentences of the appendix on this figure."""
     best = mnist_mlp.best_by_norm(results)
-    trained = {norm: mnist_mlp.efficiency(best.get(norm)) for norm in NORMS}
-    tested = {norm: mnist_mlp.test_error(best.get(norm)) for norm in NORMS}
-    losses = {norm: curves.mean(best.get(norm), mnist_mlp.final_loss) for norm in NORMS}
+    trained, tested, losses = (
+        {norm: outcomes.over_seeds(best.get(norm, ()), value) for norm in NORMS}
+        for value in (mnist_mlp.mean_training_error, mnist_mlp.final_test_error, mnist_mlp.final_loss)
+    )
+    steps = [f"IterNorm T={count}" for count in ITERATIONS]
     return [
         Claim(
             "The smallest (T=1) and the largest (T=9) iteration number both have the worse training efficiency.",
-            curves.extremes_are_worse([trained[f"IterNorm T={steps}"] for steps in ITERATIONS]),
-            f"Training error averaged over the iterations: {evidence(trained)}. "
-            f"Final training loss: {evidence(losses, '')}.",
+            outcomes.extremes_are_worse([trained[norm] for norm in steps]),
+            f"Training error (%), averaged over the iterations: {outcomes.told(trained)}. "
+            f"Final training loss: {outcomes.told(losses, '.3g')}.",
         ),
         Claim(
             "With T=9 IterNorm has significantly worse test performance.",
-            curves.last_is_much_worse([tested[f"IterNorm T={steps}"] for steps in ITERATIONS]),
-            f"Final test error: {evidence(tested)}; that of T=9 has to be a tenth above the worst of T=3, 5, 7.",
+            outcomes.last_is_much_worse([tested[norm] for norm in steps], outcomes.num_test(results)),
+            f"Final test error (%): {outcomes.told(tested)}; that of T=9 has to be a tenth above those of T=3, 5, 7.",
         ),
     ]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import fig4, gaussian
-from .findings import Claim, Comparison
+from .findings import Claim, Comparison, measured
 from .registry import Context, Plan
 from .results import Config, Result, Row
 
@@ -52,7 +52,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
         "IterNorm has increasing SND with increasing iteration number T.",
     )
     if not set(fig4.DIMENSIONS) <= {result.config["dimension"] for result in results}:
-        return [Claim(text, None, "") for text in texts]
+        return [Claim(text, measured(None), "") for text in texts]
     found = []
     for text, key, sign in zip(texts, ("condition_number", "snd"), (-1, 1), strict=True):
         curves = gaussian.curves(results, "dimension", key)
@@ -65,5 +65,5 @@ def claims(results: Sequence[Result]) -> list[Claim]:
         ]
         shown = ", ".join(f"{name.split()[1]} {curves[name][128]:.3g}" for name in STEPS)
         evidence = f"in 128 dimensions: {shown}; steps back: {', '.join(steps_back) or 'none, in any dimension'}"
-        found.append(Claim(text, not steps_back, evidence))
+        found.append(Claim(text, measured(not steps_back), evidence))
     return found

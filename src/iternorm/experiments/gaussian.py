@@ -135,6 +135,7 @@ def compare_at(
             (rows[name][key],) if name in rows else (),
             unit="",
             note=f"standard error {rows[name][f'{key}_standard_error']:.1g}" if name in rows else "",
+            count=chosen[0].config["repeats"] if name in rows else None,
         )
         for name in operations
     ]

@@ -1,11 +1,14 @@
-"""ImageNet, or any part of it, from a folder of images: ``train/CLASS/*.JPEG`` and ``val/CLASS/*.JPEG``.
+"""Data sets that are folders of images, ImageNet for one: ``train/CLASS/*.JPEG`` and ``val/CLASS/*.JPEG``.
 
-Worker processes decode and cut the images. They come as bytes, and with them the map of the colours of each: the device
-colours and normalizes them. What is random for an image is a function of the seed, the epoch and the image.
+A folder in the folder of data sets is a data set of its own name. Worker processes decode and cut the images. They come
+as bytes, and with them the map of the colours of each: the device colours and normalizes them. What is random for an
+image is a function of the seed, the epoch and the image.
 """
 
+import hashlib
 import os
 import random
+import re
 import shutil
 import tempfile
 import weakref
@@ -13,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +29,11 @@ from .seeds import mixed
 
 _SIZE = 224
 # The Lua code scales the shorter side to 256 before it cuts out 224 pixels.
-_MARGIN = 256 / 224
+MARGIN = 256 / 224
 _TEST_BATCH = 256
 _MAX_WORKERS = 16
+# Classes, training and validation images of ImageNet, the ILSVRC 2012 set.
+IMAGENET = (1000, 1_281_167, 50_000)
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,59 @@ class Examples:
         return self.folder / os.fsdecode(self.names[start : int(self.ends[index])])
 
 
+class ImageFolder(NamedTuple):
+    """A folder of images, looked through."""
+
+    classes: list[str]
+    train: Examples
+    val: Examples
+    record: dict[str, Any]
+
+
+def find_folder(recipe: Recipe, folder: data.Folder, *, owner: object) -> ImageFolder:
+    """The image folder that a recipe names.
+
+    Args:
+        recipe: Its data set is the name of a folder below the folder of data sets, or generated.
+        folder: The folder of data sets.
+        owner: A generated folder is removed with it.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        ValueError: It is not of the right form, or is called ImageNet and is something else.
+    """
+    name = recipe.data
+    if name.startswith(data.GENERATED):
+        place = Path(tempfile.mkdtemp(prefix="iternorm-"))
+        weakref.finalize(owner, shutil.rmtree, place, ignore_errors=True)
+        generated.write_folder(place)
+    else:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(f"data={name!r} of a recipe: the name of a folder in the folder of data sets is needed")
+        root = data.data_folder(folder)
+        place = root / data.PLACES.get(name, name)
+        if not place.exists():
+            data.check_folder(root, name, folder)
+    classes, train, val = find_examples(place)
+    counts = len(classes), len(train), len(val)
+    if name == "imagenet" and counts != IMAGENET:
+        found, expected = (
+            f"{classes:,} classes, {train:,} training and {val:,} validation images"
+            for classes, train, val in (counts, IMAGENET)
+        )
+        raise ValueError(
+            f"{place} holds {found}, and ImageNet has {expected}: its results would stand in ImageNet's rows. Give it "
+            "a folder of another name beside this one, and a recipe with that name as its data; Imagenette has "
+            "`iternorm run imagenette`, and a study of your own is described in docs/using.md"
+        )
+    listing = hashlib.sha256()
+    for split in (train, val):
+        # The names are one string: where each ends tells them apart.
+        listing.update(split.names + repr(split.ends.tolist()).encode())
+    record = dict(zip(("classes", "train_images", "test_images"), counts, strict=True))
+    return ImageFolder(classes, train, val, {"name": name, **record, "listing_sha256": listing.hexdigest()})
+
+
 def find_examples(folder: Path) -> tuple[list[str], Examples, Examples]:
     """The classes, the training and the validation examples of an image folder.
 
@@ -80,8 +138,8 @@ def find_examples(folder: Path) -> tuple[list[str], Examples, Examples]:
     """
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{folder} is missing, and ImageNet cannot be downloaded: put its images there, or link to them, as "
-            "train/CLASS/*.JPEG and val/CLASS/*.JPEG"
+            f"{folder} is missing, and folders of images cannot be downloaded: put the images there, or link to them, "
+            "as train/CLASS/*.JPEG and val/CLASS/*.JPEG"
         )
     train, val = (_classes(folder, split) for split in ("train", "val"))
     if train != val:
@@ -131,7 +189,7 @@ class _Pictures(Dataset):
             return error
         colours = torch.eye(3, 4, dtype=torch.float64)
         if self.random_of is None:
-            values = pictures.pixels(pictures.centre(picture, round(self.size * _MARGIN), self.size))
+            values = pictures.pixels(pictures.centre(picture, round(self.size * MARGIN), self.size))
         else:
             choices = random.Random(mixed(*self.random_of, index))
             values = pictures.pixels(pictures.random_crop(picture, self.size, choices))
@@ -159,16 +217,7 @@ class FolderSource:
         num_workers: int | None = None,
     ) -> None:
         check_share(recipe, rank, world_size)
-        if recipe.data == "imagenet":
-            root = data.data_folder(folder)
-            place = root / data.PLACES["imagenet"]
-            if not place.exists():
-                data.check_folder(root, "imagenet", folder)
-        else:
-            place = Path(tempfile.mkdtemp(prefix="iternorm-"))
-            weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
-            generated.write_folder(place)
-        classes, self._train, self._val = find_examples(place)
+        classes, self._train, self._val, self.record = find_folder(recipe, folder, owner=self)
         size = recipe.image_size or _SIZE
         self.num_classes = len(classes)
         self.in_shape: tuple[int, int, int] = 3, size, size
@@ -177,7 +226,7 @@ class FolderSource:
         self.iterations_per_epoch = iterations_per_epoch(recipe, self.num_train)
         self._recipe, self._device = recipe, device
         self._rank, self._world_size = rank, world_size
-        self._num_workers = _cores() if num_workers is None else num_workers
+        self._num_workers = available_cores() if num_workers is None else num_workers
 
     def train_batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This process's share of each batch of an epoch."""
@@ -226,7 +275,7 @@ def coloured(values: Tensor, colours: Tensor, channels_last: bool) -> Tensor:
     return out.addcmul_(images[:, 1:2], maps[:, :, 1]).addcmul_(images[:, 2:], maps[:, :, 2])
 
 
-def _cores() -> int:
+def available_cores() -> int:
     """Worker processes: one for each core that this process may use, of those that share the machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(_MAX_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

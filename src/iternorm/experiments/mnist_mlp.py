@@ -2,10 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 from . import curves, data
-from .curves import mean_over_run
 from .findings import Comparison
 from .recipe import Recipe
 from .registry import Plan
@@ -76,7 +74,7 @@ def comparisons(best: dict[str, list[Result]], norms: Sequence[str], where: str)
         runs = best.get(norm)
         note = f"learning rate {runs[0].config['lr']:g}" if runs else ""
         note = "; ".join(filter(None, (note, curves.divergence_note(runs))))
-        test_error = curves.seeds(runs, partial(curves.final, name="test_error"))
+        test_error = curves.seeds(runs, final_test_error)
         found.append(Comparison(f"{norm}, {where}, test error", "", test_error, note=note))
         found.append(
             Comparison(f"{norm}, {where}, training loss", "", curves.seeds(runs, final_loss), unit="", note=note)
@@ -84,14 +82,14 @@ def comparisons(best: dict[str, list[Result]], norms: Sequence[str], where: str)
     return found
 
 
-def efficiency(runs: Sequence[Result] | None) -> float | None:
-    """Training error averaged over the run and the seeds: the less, the more efficient the training."""
-    return curves.mean(runs, partial(mean_over_run, name="train_error"))
+def mean_training_error(result: Result) -> float:
+    """Training error averaged over a run: the less, the more efficient the training."""
+    return curves.mean_over_run(result, "train_error")
 
 
-def test_error(runs: Sequence[Result] | None) -> float | None:
-    """Final test error, averaged over the seeds."""
-    return curves.mean(runs, partial(curves.final, name="test_error"))
+def final_test_error(result: Result) -> float:
+    """Test error at the end of a run."""
+    return curves.final(result, "test_error")
 
 
 def seeds(plan: Plan) -> range:

@@ -1,15 +1,15 @@
 """What tables of final errors are made of: the paper's number beside ours, over seeds, and whether one is lower."""
 
-import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from . import curves
-from .findings import Claim, Comparison
+from . import curves, rule
+from .findings import Claim, Comparison, Finding
 from .results import Result
+from .rule import Seeds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,26 +17,8 @@ if TYPE_CHECKING:
 _PAPER_COLOR, _OUR_COLOR = "#d55e00", "#0072b2"
 
 
-class Seeds(NamedTuple):
-    """A number of the same training with several seeds: of each that ended well, and how many diverged."""
-
-    values: tuple[float, ...]
-    num_diverged: int = 0
-
-    def __str__(self) -> str:
-        """Mean and deviation: ``3.56 ± 0.12 (5 seeds)``."""
-        if not self.values:
-            return "diverged" if self.num_diverged else "not run"
-        mean, count = statistics.fmean(self.values), len(self.values)
-        text = f"{mean:.2f} (one seed)"
-        if count > 1:
-            text = f"{mean:.2f} ± {statistics.stdev(self.values):.2f} ({count} seeds)"
-        return text + (f", {self.num_diverged} diverged" if self.num_diverged else "")
-
-    @property
-    def squared_error(self) -> float | None:
-        """The square of the standard error of the mean; None where one seed says nothing of it."""
-        return statistics.variance(self.values) / len(self.values) if len(self.values) > 1 else None
+# Test examples of the data sets, where a result does not say.
+_TEST_SETS = {"mnist": 10_000, "cifar10": 10_000, "imagenet": 50_000}
 
 
 def select(results: Sequence[Result], model: str, norm: str) -> list[Result]:
@@ -59,37 +41,56 @@ def compare(what: str, paper: str, results: Sequence[Result], column: str = "tes
     return Comparison(what, paper, finals(results, column).values, note=curves.divergence_note(results))
 
 
-def is_lower(low: Seeds, high: Seeds) -> bool | None:
-    """Whether the mean of the first is below that of the second.
+def num_test(results: Sequence[Result]) -> int | None:
+    """How many test examples the errors of some results are of; None where that is not known."""
+    for result in results:
+        config = result.config
+        known = (config.get("test_examples"), result.provenance.get("data", {}).get("test_images"))
+        return next(filter(None, known), None) or _TEST_SETS.get(config.get("data", ""))
+    return None
 
-    None where one was not run, and where the difference is within its standard error. With one seed, which gives no
-    error, the sign decides. A training that diverged is worse than any that did not.
+
+def claim_lower(text: str, names: tuple[str, str], seeds: tuple[Seeds, Seeds], num_test: int | None = None) -> Claim:
+    """The claim that the first is lower than the second, decided by `rule.is_lower`.
+
+    Args:
+        text: The claim.
+        names: Of the two.
+        seeds: Their numbers.
+        num_test: Where they are test errors, the number of test examples.
     """
-    if not low.values or not high.values:
-        both_run = all(each.values or each.num_diverged for each in (low, high))
-        return bool(low.values) if both_run and (low.values or high.values) else None
-    difference, error = _difference(low, high)
-    return None if error is not None and abs(difference) <= error else difference > 0
-
-
-def _difference(low: Seeds, high: Seeds) -> tuple[float, float | None]:
-    """How far the mean of the first is below that of the second, and the standard error of that."""
-    difference = statistics.fmean(high.values) - statistics.fmean(low.values)
-    if low.squared_error is None or high.squared_error is None:
-        return difference, None
-    return difference, math.sqrt(low.squared_error + high.squared_error)
-
-
-def claim_lower(text: str, names: tuple[str, str], seeds: tuple[Seeds, Seeds]) -> Claim:
-    """The claim that the first is lower than the second, decided by `is_lower`."""
     evidence = ", ".join(f"{name} {each}" for name, each in zip(names, seeds, strict=True))
-    holds = is_lower(*seeds)
-    if all(each.values for each in seeds):
-        difference, error = _difference(*seeds)
-        evidence += f": {'lower' if difference >= 0 else 'higher'} by {abs(difference):.2f}"
-        evidence += "" if error is None else f" ± {error:.2f}"
-        evidence += ", within the error" if holds is None else ""
-    return Claim(text, holds, evidence)
+    return Claim(text, rule.is_lower(*seeds, num_test=num_test), evidence + told_difference(*seeds, num_test=num_test))
+
+
+def told_difference(low: Seeds, high: Seeds, *, num_test: int | None = None) -> str:
+    """How far the first is below the second, in words: ``: lower by 0.41 ± 0.12``; empty where one has no numbers."""
+    if not low.values or not high.values:
+        return ""
+    found = rule.difference(low, high, num_test)
+    text = f": {'lower' if found.value >= 0 else 'higher'} by {abs(found.value):.2f}"
+    if found.error is not None:
+        text += f" ± {found.error:.2f}" + (" (of the test set)" if found.num_seeds == 1 else "")
+    return text
+
+
+def extremes_are_worse(values: Sequence[Seeds], num_test: int | None = None) -> Finding:
+    """Whether the first and the last of some errors are above all between them."""
+    first, *middle, last = values
+    return rule.all_of(rule.is_lower(each, end, num_test=num_test) for end in (first, last) for each in middle)
+
+
+def last_is_much_worse(values: Sequence[Seeds], num_test: int | None = None) -> Finding:
+    """Whether the last of some errors is above all but the first, by a tenth of theirs and more than the errors."""
+    _, *middle, last = values
+    return rule.all_of(
+        rule.is_lower(each, last, margin=0.1 * each.mean if each.values else 0.0, num_test=num_test) for each in middle
+    )
+
+
+def told(values: Mapping[str, Seeds], form: str = ".2f") -> str:
+    """Names and their numbers, those that were run."""
+    return ", ".join(f"{name} {seeds:{form}}" for name, seeds in values.items() if seeds != Seeds(())) or "not run"
 
 
 def draw_numbers(axes: "Axes", rows: Mapping[str, Comparison]) -> None:

@@ -27,6 +27,12 @@ _AXES = torch.tensor(
 )
 _DEVIATIONS = (0.2175, 0.0188, 0.0045)
 
+# The changes of colour: by how much each may differ from a factor of 1, and the deviation of the light.
+BRIGHTNESS, CONTRAST, SATURATION = range(3)
+JITTER, LIGHTING = 0.4, 0.1
+# A random part of a picture: its share of the area, and its sides' ratio.
+AREAS, ASPECTS, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10
+
 
 def read_rgb(path: str | os.PathLike[str]) -> "Image":
     """A picture of any mode in RGB. Transparency is left out; 16 bits of grey become 8.
@@ -71,9 +77,9 @@ def random_crop(picture: "Image", size: int, choices: random.Random) -> "Image":
 
 def random_box(width: int, height: int, choices: random.Random) -> tuple[int, int, int, int]:
     """Left, top, right and bottom of a random part; the square in the middle where ten attempts did not fit."""
-    for _ in range(10):
-        area = choices.uniform(0.08, 1) * width * height
-        aspect = choices.uniform(3 / 4, 4 / 3)
+    for _ in range(ATTEMPTS):
+        area = choices.uniform(*AREAS) * width * height
+        aspect = choices.uniform(*ASPECTS)
         w, h = max(1, round((area * aspect) ** 0.5)), max(1, round((area / aspect) ** 0.5))
         if choices.random() < 0.5:
             w, h = h, w
@@ -89,28 +95,46 @@ def random_colours(mean: Tensor, choices: random.Random) -> Tensor:
     """A map ``[3, 4]`` of colours in [0, 1], a matrix and an offset, for a picture whose mean colour is `mean`.
 
     Brightness, contrast and saturation change by up to 0.4 in a random order, then the light along the principal axes
-    of ImageNet's colours, by 0.1 of their deviations. All of it is linear in the picture but for its mean grey, which
-    contrast is about, so that one map does what would be four passes.
+    of ImageNet's colours, by 0.1 of their deviations.
     """
-    matrix, offset = torch.eye(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    for kind in choices.sample(("brightness", "contrast", "saturation"), 3):
-        alpha = 1 + choices.uniform(-0.4, 0.4)
-        if kind == "contrast":
-            grey = _GREY @ (matrix @ mean.double() + offset)
-            matrix, offset = alpha * matrix, alpha * offset + (1 - alpha) * grey
-        else:
-            step = alpha * torch.eye(3, dtype=torch.float64)
-            if kind == "saturation":
-                step += (1 - alpha) * _GREY.expand(3, 3)
-            matrix, offset = step @ matrix, step @ offset
-    light = torch.tensor([choices.gauss(0, 0.1) * deviation for deviation in _DEVIATIONS], dtype=torch.float64)
-    return torch.cat([matrix, (offset + _AXES @ light)[:, None]], 1)
+    kinds, alphas = [], []
+    for kind in choices.sample((BRIGHTNESS, CONTRAST, SATURATION), 3):
+        kinds.append(kind)
+        alphas.append(1 + choices.uniform(-JITTER, JITTER))
+    light = [choices.gauss(0, LIGHTING) for _ in _DEVIATIONS]
+    values = (torch.tensor([drawn], dtype=torch.float64) for drawn in (alphas, light))
+    return colour_maps(mean[None], torch.tensor([kinds]), *values)[0]
+
+
+def colour_maps(means: Tensor, kinds: Tensor, alphas: Tensor, light: Tensor) -> Tensor:
+    """Maps ``[N, 3, 4]`` of colours in [0, 1] for pictures whose mean colours are `means`.
+
+    All of the changes are linear in the picture but for its mean grey, which contrast is about, so that one map does
+    what would be four passes.
+
+    Args:
+        means: ``[N, 3]``.
+        kinds: What is changed first, second and third, ``[N, 3]``: `BRIGHTNESS`, `CONTRAST` and `SATURATION`.
+        alphas: By which factors, ``[N, 3]``.
+        light: Steps along the principal axes of ImageNet's colours, in their deviations, ``[N, 3]``.
+    """
+    like = {"dtype": torch.float64, "device": means.device}
+    identity, grey = torch.eye(3, **like), _GREY.to(means.device)
+    matrix, offset = identity.expand(len(means), 3, 3), torch.zeros(len(means), 3, 1, **like)
+    for place in range(3):
+        kind, alpha = (values[:, place, None, None] for values in (kinds, alphas))
+        mean_grey = grey @ (matrix @ means.double()[..., None] + offset)  # [N, 1]
+        step = alpha * identity + torch.where(kind == SATURATION, 1 - alpha, 0) * grey.expand(3, 3)
+        matrix = step @ matrix
+        offset = step @ offset + torch.where(kind == CONTRAST, (1 - alpha) * mean_grey[..., None], 0)
+    shift = (light * torch.tensor(_DEVIATIONS, **like)) @ _AXES.to(means.device).mT
+    return torch.cat([matrix, offset + shift[..., None]], 2)
 
 
 def normalizing(colours: Tensor) -> Tensor:
-    """A map ``[3, 4]`` of colours in [0, 1], from bytes and to mean 0 and deviation 1."""
-    mean, std = (torch.tensor(values, dtype=torch.float64) for values in (MEAN, STD))
-    return torch.cat([colours[:, :3] / 255, (colours[:, 3] - mean)[:, None]], 1) / std[:, None]
+    """Maps ``[..., 3, 4]`` of colours in [0, 1], from bytes and to mean 0 and deviation 1."""
+    mean, std = (torch.tensor(values, dtype=torch.float64, device=colours.device)[:, None] for values in (MEAN, STD))
+    return torch.cat([colours[..., :3] / 255, colours[..., 3:] - mean], -1) / std
 
 
 def pixels(picture: "Image") -> Tensor:

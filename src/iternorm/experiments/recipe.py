@@ -16,7 +16,8 @@ class Recipe:
     """How one network is trained. Two runs of equal recipes give equal results, up to the device's rounding.
 
     Attributes:
-        data: The data set: ``mnist``, ``cifar10``, ``imagenet``, or ``generated-`` and one of these.
+        data: The data set: ``mnist``, ``cifar10``, ``imagenet``, or ``generated-`` and one of these; or the name of a
+            folder of images in the folder of data sets, ``imagenette`` for one.
         model: The network, as `iternorm.experiments.models.build` names it.
         norm: The normalization, as `iternorm.experiments.norms.make_norm` names it.
         batch_size: Examples of one step, over all processes.
@@ -42,6 +43,8 @@ class Recipe:
         test_examples: Only the first so many test examples.
         image_size: The height and width of an image, where the data set leaves the choice.
         width: Multiplies the channels of the network; 1 is the paper's.
+        kept_on_device: Read a folder of images once and keep it on the device, where the images are cut and coloured.
+            Other data sets are always kept there.
 
     Example:
         >>> recipe = Recipe("mnist", "mlp", "IterNorm T=5", batch_size=60000, lr=2, epochs=200)
@@ -73,6 +76,7 @@ class Recipe:
     test_examples: int | None = None
     image_size: int | None = None
     width: float = 1.0
+    kept_on_device: bool = False
 
     def __post_init__(self) -> None:
         for name in ("data", "model", "norm"):
@@ -83,7 +87,7 @@ class Recipe:
             value = getattr(self, name)
             self._require(value is None or _is_count(value), name, "None or a whole number from 1")
         self._require(_is_whole(self.seed) and self.seed >= 0, "seed", "a whole number from 0")
-        for name in ("nesterov", "augment", "channels_last"):
+        for name in ("nesterov", "augment", "channels_last", "kept_on_device"):
             self._require(isinstance(getattr(self, name), bool), name, "True or False")
         # 1 and 1.0 are the same recipe, so they have to be the same text in a configuration too.
         for name in ("lr", "momentum", "weight_decay", "gamma", "norm_eps", "dropout", "width"):

@@ -18,10 +18,10 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import locks, results
 from .findings import Claim, Comparison
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 EXPERIMENTS = (
     *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "fig8"),
     *("table1", "table2", "table3", "figA1", "figA2", "tableA1"),
+    # What the paper did not run.
+    "imagenette",
 )
 
 # The parts of an experiment's docstring, each from its name to the next one's.
@@ -74,6 +76,7 @@ class Context:
         folder: The job's own folder, for checkpoints. It survives a kill and is removed once the result is saved.
         tensorboard: Where to write event files; None: write none.
         compile: Whether to compile the model.
+        record: What the job notes here, plain values, is kept in the provenance of its result.
     """
 
     device: str
@@ -81,6 +84,7 @@ class Context:
     folder: Path
     tensorboard: Path | None = None
     compile: bool = False
+    record: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

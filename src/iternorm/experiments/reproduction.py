@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from iternorm.analysis.report import figure_svg, html_page, html_table, write_text_atomically
 
 from . import registry
-from .findings import Claim, Comparison
+from .findings import Claim, Comparison, Verdict
 from .registry import Experiment, State
 from .results import Result
 
@@ -68,18 +68,17 @@ def _collect(root: Path) -> tuple[list[_Block], list[tuple[str, list[_Block]]]]:
     """The blocks of the summary, and those of each experiment under its id."""
     sections: list[tuple[str, list[_Block]]] = []
     rows = []
-    verdicts: Counter[str] = Counter()
+    every: list[Claim] = []
     for name in registry.EXPERIMENTS:
         experiment = registry.get(name)
         state = registry.survey(experiment, root)
         claims = experiment.claims(state.finished)
-        found = Counter(_verdict(claim, state) for claim in claims)
-        verdicts += found
+        every += claims
         # With spaces that do not break: the column is narrow.
         done = f"{len(state.finished)}\u00a0of\u00a0{state.total}"
-        rows.append((name, experiment.title.rstrip("."), _counted(found), done))
+        rows.append((name, experiment.title.rstrip("."), _counted(claims), done))
         sections.append((name, _section(experiment, state, claims, root)))
-    total = f"Of {verdicts.total()} claims: {_counted(verdicts)}." if verdicts else ""
+    total = f"Of {len(every)} claims: {_counted(every)}." if every else ""
     table = _Table(("id", "what", "claims", "runs"), tuple(rows))
     return [_INTRODUCTION, table, *([total] if total else [])], sections
 
@@ -98,7 +97,7 @@ def _section(experiment: Experiment, state: State, claims: Sequence[Claim], root
         blocks.append(f"Not used: {reason}.")
     if claims:
         found = ((claim.evidence if state.finished else "") or "–" for claim in claims)
-        rows = ((claim.text, _verdict(claim, state), what) for claim, what in zip(claims, found, strict=True))
+        rows = ((claim.text, _verdict(claim), what) for claim, what in zip(claims, found, strict=True))
         blocks.append(_Table(("the paper says", "verdict", "what was found"), tuple(rows)))
     else:
         blocks.append(f"The paper's claim, not checked by a function: {experiment.field('Claim')}")
@@ -132,29 +131,42 @@ def _shortened(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(f"`{name}`" for name in names[:most]) + more
 
 
-def _verdict(claim: Claim, state: State) -> str:
-    if claim.holds is None:
-        return "not decided" if state.finished else "not run"
-    return "holds" if claim.holds else "does not hold"
+def _verdict(claim: Claim) -> str:
+    return str(claim.finding) + (f", in {claim.coverage}" if claim.coverage else "")
 
 
-def _counted(verdicts: Counter[str]) -> str:
-    """In words, the same number of words for one and for many.
+def _counted(claims: Sequence[Claim]) -> str:
+    """How many claims have which verdict, and on how much of what they are about.
 
     Example:
-        >>> _counted(Counter({"not run": 1, "holds": 2}))
-        '2 hold, 1 not run'
+        >>> from iternorm.experiments.findings import measured
+        >>> claims = [Claim("a", measured(holds), "") for holds in (True, None)]
+        >>> _counted([*claims, Claim("b", measured(True), "", "1 of 4 configurations")])
+        '2 hold (one in 1 of 4 configurations), 1 not run'
     """
-    plural = {"holds": "hold", "does not hold": "do not hold"}
-    order = ("holds", "does not hold", "not decided", "not run")
-    return ", ".join(
-        f"{verdicts[name]} {plural.get(name, name) if verdicts[name] > 1 else name}" for name in order if verdicts[name]
-    )
+    plural = {Verdict.HOLDS: "hold", Verdict.FAILS: "do not hold"}
+    counted = []
+    for verdict in Verdict:
+        found = [claim for claim in claims if claim.verdict is verdict]
+        if not found:
+            continue
+        text = f"{len(found)} {plural.get(verdict, verdict.value) if len(found) > 1 else verdict.value}"
+        if verdict is Verdict.ONE_SEED:
+            text = f"{len(found)} on one seed only"
+        if parts := Counter(claim.coverage for claim in found if claim.coverage):
+            text += f" ({', '.join(_covered(count, len(found), part) for part, count in parts.items())})"
+        counted.append(text)
+    return ", ".join(counted)
+
+
+def _covered(count: int, of: int, part: str) -> str:
+    return f"in {part}" if count == of else f"{'one' if count == 1 else count} in {part}"
 
 
 def _compared(number: Comparison) -> tuple[str, ...]:
     paper = f"{number.paper} {number.unit}".strip() if number.paper else "–"
-    return number.what, paper, _ours(number), str(len(number.ours)) if number.ours else "–", number.note
+    count = number.count or len(number.ours)
+    return number.what, paper, _ours(number), str(count) if number.ours else "–", number.note
 
 
 def _ours(number: Comparison) -> str:

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from . import data, generated
 from .image_folder import FolderSource
+from .kept_images import KeptSource
 from .order import check_share, epoch_order, iterations_per_epoch, num_examples, share_of, shares
 from .recipe import Recipe
 from .seeds import mixed
 
-NAMES = ("mnist", "cifar10", "imagenet", *(data.GENERATED + name for name in ("mnist", "cifar10", "imagenet")))
+_NAMES = ("mnist", "cifar10", "imagenet")
+NAMES = (*_NAMES, "imagenette", *(data.GENERATED + name for name in _NAMES))
 
 # Pixels padded by reflection on each side before a random crop.
 _PADDING = 4
@@ -45,6 +47,8 @@ class Source(Protocol):
         num_train: Training examples, over all processes.
         num_test: Test examples, over all processes.
         iterations_per_epoch: Batches of an epoch; what is left for a smaller last batch is dropped.
+
+    A source may have a `record`, plain values that tell what the data are: it is kept with the results.
     """
 
     num_classes: int
@@ -85,10 +89,16 @@ def open_source(
         ValueError: The recipe asks for what the data set does not have, or a file is not what it should be.
         OSError: A file is missing and cannot be downloaded.
     """
-    if recipe.data not in NAMES:
-        raise ValueError(f"data={recipe.data!r} of a recipe: known are {', '.join(NAMES)}")
-    if recipe.data.endswith("imagenet"):
-        return FolderSource(recipe, torch.device(device), rank, world_size, folder, num_workers)
+    if recipe.data.removeprefix(data.GENERATED) not in _STATISTICS:
+        if recipe.data not in NAMES and not (data.data_folder(folder) / recipe.data).is_dir():
+            raise ValueError(
+                f"data={recipe.data!r} of a recipe: known are {', '.join(NAMES)}, and folders of images "
+                f"train/CLASS/ and val/CLASS/ by their names in {data.data_folder(folder)}"
+            )
+        kind = KeptSource if recipe.kept_on_device else FolderSource
+        return kind(recipe, torch.device(device), rank, world_size, folder, num_workers)
+    if recipe.kept_on_device:
+        raise ValueError(f"kept_on_device=True of a recipe: {recipe.data} always is, False is needed")
     return TensorSource(recipe, torch.device(device), rank, world_size, folder)
 
 

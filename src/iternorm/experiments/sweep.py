@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,8 @@ from iternorm.threads import num_threads
 from . import locks, registry, results
 from .registry import Context, Experiment
 from .results import Config, Result
+from .stopwatch import NAME as stopwatch_file
+from .stopwatch import Stopwatch
 
 Job = tuple[Experiment, Config]
 # progress(experiment, job, done, total, values)
@@ -181,16 +183,22 @@ def context_for(
 
 
 def execute(experiment: Experiment, config: Config, context: Context, threads: int | None = None) -> Result:
-    """Run a job here and now. An empty folder is not left behind where it fails."""
-    start = time.perf_counter()
+    """Run a job here and now. A folder without a checkpoint is not left behind where it fails."""
+    stopwatch = Stopwatch(context.folder, keeps=is_first_process())
+
+    def step(done: int, total: int, **values: Any) -> None:
+        stopwatch.keep()
+        context.step(done, total, **values)
+
     with num_threads(threads):
         try:
-            rows = experiment.module.run(config, context)
+            rows = experiment.module.run(config, replace(context, step=step))
         except BaseException:
-            if context.folder.exists() and not any(context.folder.iterdir()):
-                context.folder.rmdir()
+            if context.folder.exists() and all(path.name == stopwatch_file for path in context.folder.iterdir()):
+                shutil.rmtree(context.folder)
             raise
-        return Result(experiment.home, config, rows, time.perf_counter() - start, provenance(context.device))
+        made = {**provenance(context.device), "compile": context.compile, **context.record}
+        return Result(experiment.home, config, rows, stopwatch.seconds, made)
 
 
 def conclude(experiment: Experiment, result: Result, root: Path, taken: Taken) -> Outcome:

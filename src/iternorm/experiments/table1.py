@@ -14,14 +14,14 @@ which epoch's it prints.
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from . import outcomes, wrn_cifar
-from .findings import Claim, Comparison
+from . import outcomes, rule, wrn_cifar
+from .findings import Claim, Comparison, Finding, Verdict
 from .registry import Plan
 from .results import Config, Result
+from .rule import Seeds
 from .train import run as run
 from .wrn_cifar import BN, DBN, ITERNORM, MODELS, NAMES, title
 from .wrn_cifar import HOME as HOME
@@ -74,26 +74,29 @@ def claims(results: Sequence[Result]) -> list[Claim]:
         for norm in (BN, DBN):
             text = f"{title(model)} has a lower test error with IterNorm than with {NAMES[norm]} (%)"
             other = outcomes.finals(outcomes.select(results, model, norm))
-            found.append(outcomes.claim_lower(text, (NAMES[ITERNORM], NAMES[norm]), (iternorm, other)))
+            names = NAMES[ITERNORM], NAMES[norm]
+            found.append(outcomes.claim_lower(text, names, (iternorm, other), outcomes.num_test(results)))
     seeds = [outcomes.finals(outcomes.select(results, "wrn-28-10", norm)) for norm in (ITERNORM, BN)]
     return [*found, _claim_improvement(*seeds)]
 
 
-def _claim_improvement(iternorm: outcomes.Seeds, baseline: outcomes.Seeds) -> Claim:
+def _claim_improvement(iternorm: Seeds, baseline: Seeds) -> Claim:
     """It holds if ours is as large up to two standard errors, and is open where these reach down to none at all."""
     text = f"on WRN-28-10 IterNorm lowers BN's error by {PAPER_IMPROVEMENT} % of it"
     evidence = f"IterNorm {iternorm}, BN {baseline}"
-    if not iternorm.values or not baseline.values:
-        return Claim(text, None, evidence)
-    low, high = statistics.fmean(iternorm.values), statistics.fmean(baseline.values)
-    if high == 0:
-        return Claim(text, None, evidence)
+    lower = rule.is_lower(iternorm, baseline)
+    if not iternorm.values or not baseline.values or baseline.mean == 0:
+        return Claim(text, lower, evidence)
+    low, high = iternorm.mean, baseline.mean
     ours = 100 * (1 - low / high)
     evidence += f": {'lower' if ours >= 0 else 'higher'} by {abs(ours):.1f} % of it"
     if iternorm.squared_error is None or baseline.squared_error is None:
-        return Claim(text, None, evidence + "; one seed does not tell how sure that is")
+        return Claim(text, Finding(lower.verdict, ours >= PAPER_IMPROVEMENT), evidence)
     error = 100 / high * math.sqrt(iternorm.squared_error + (low / high) ** 2 * baseline.squared_error)
     evidence += f", ± {error:.1f}"
-    if ours < PAPER_IMPROVEMENT <= ours + 2 * error and ours <= 2 * error:
-        return Claim(text, None, evidence + ", which decides nothing")
-    return Claim(text, ours + 2 * error >= PAPER_IMPROVEMENT, evidence)
+    reach = ours + rule.ERRORS * error
+    num_seeds = min(len(iternorm.values), len(baseline.values))
+    if reach < PAPER_IMPROVEMENT:
+        # Its own error says that it is less.
+        return Claim(text, Finding(Verdict.FAILS if num_seeds >= rule.LEAST_SEEDS else Verdict.UNDECIDED), evidence)
+    return Claim(text, Finding(lower.verdict), evidence)

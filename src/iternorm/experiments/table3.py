@@ -9,8 +9,9 @@ cores.
 The paper got: top-1 / top-5, in %: ResNet-50 baseline (BN) 23.95 / 7.02, IterNorm-L1 23.28 / 6.72, IterNorm-L1 + DF
 22.91 / 6.47; ResNet-101 22.45 / 6.29, 21.95 / 5.99, 21.77 / 5.94; He et al. report 24.70 / 7.80 and 23.60 / 7.10 with
 BN.
-Departures: those of Table 2. The paper trains on 4 GPUs, each of which normalizes its own 64 images; we train on one,
-which normalizes all 256 together, unless started by torchrun on 4.
+Departures: those of Table 2. A bottleneck has its stride in the 3x3 convolution, as in Torch's and torchvision's
+networks; He et al. have it in the first 1x1. The paper trains on 4 GPUs, each of which normalizes its own 64 images; we
+train on one, which normalizes all 256 together, unless started by torchrun on 4.
 """
 
 from collections.abc import Sequence

@@ -167,6 +167,10 @@ class _Run:
         self.accelerator = accelerator
         device, processes = accelerator.device, accelerator.num_processes
         self.source = open_source(recipe, device, rank=accelerator.process_index, world_size=processes, folder=folder)
+        context.record["processes"] = processes
+        context.record["precision"] = recipe.precision
+        if record := getattr(self.source, "record", None):
+            context.record["data"] = record
         self.periods = periods(recipe, self.source.iterations_per_epoch)
         self.model = self._build()
         self.wrapped: nn.Module = accelerator.prepare_model(self.model)

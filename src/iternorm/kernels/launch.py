@@ -102,7 +102,7 @@ def forward(
     y = torch.empty_like(x)
     stream, given = _given(plan, x, y, state, weight, bias, running_mean, running_matrix)
     source, target, saved, scale, shift, mean, matrix = given
-    partials: Any = plan.workspace(x, "moments", stream)
+    partials: Any = plan.workspace(x, "moments")
     absent, counter = None, num_batches
     if stream is not None:
         absent, partials = 0, partials.data_ptr()
@@ -150,7 +150,7 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
     dx = torch.empty_like(x) if needs_input else None
     stream, given = _given(plan, x, grad, output, state, dx, weight, grad_weight, grad_bias)
     source, gradient, passing, saved, target, scale, scale_gradient, grad_sum = given
-    cross: Any = plan.workspace(x, "cross_moments", stream)
+    cross: Any = plan.workspace(x, "cross_moments")
     # The first part of the workspace is for the reduced matrix and for B, the rest for the partials.
     half = shape.num_groups * shape.padded**2
     if stream is not None:

@@ -53,7 +53,6 @@ class Key(NamedTuple):
 
 
 _plans: dict[Key, "Plan"] = {}
-_workspaces: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def plan_for(
@@ -319,11 +318,11 @@ class Plan:
         """From a group's kept matrices to the next one's."""
         return slots_of(self.key.num_iters) * self.shape.padded**2 * max(self.newton_parts, 1)
 
-    def workspace(self, x: Tensor, name: str, stream: int | None) -> Tensor:
+    def workspace(self, x: Tensor, name: str) -> Tensor:
         """Room for two matrices a group, and for the partial sums of all programs and later the iteration's own.
 
-        Launches of one stream follow each other, so its layers share one buffer. A captured graph may be replayed on
-        another stream, and gets its own.
+        A buffer that was kept for the next call would lie in the memory pool of the graph that this one may be
+        captured in, which belongs to the graph alone.
         """
         size = self._sizes.get(name)
         if size is None:
@@ -332,12 +331,7 @@ class Plan:
             if self.iteration is not None:
                 size = max(size, self.iteration.backward_work)
             size = self._sizes[name] = size + 2 * padded * count * padded
-        if stream is None or torch._C._cuda_isCurrentStreamCapturing():
-            return x.new_empty(size, dtype=torch.float32)
-        shared = _workspaces.get((self.key.device, stream))
-        if shared is None or shared.numel() < size:
-            shared = _workspaces[self.key.device, stream] = x.new_empty(size, dtype=torch.float32)
-        return shared
+        return x.new_empty(size, dtype=torch.float32)
 
     def _shares_of(self, name: str) -> int:
         # Known when the launch is made.

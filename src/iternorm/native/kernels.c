@@ -8,7 +8,6 @@
 
    There are no intrinsics: the vectors are those of GCC and clang, at the width of the machine. */
 
-#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -27,7 +26,12 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+/* Sums stay in registers only where the loops over them are unrolled early; clang takes GCC's request for a late one. */
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 #define API __attribute__((visibility("default")))
 #define W ((long)(VECTOR_BYTES / sizeof(REAL)))
 #define LINE ((long)(64 / sizeof(REAL)))
@@ -67,6 +71,31 @@ INLINE void fence(void) {
 #if defined(__x86_64__)
   __builtin_ia32_sfence();
 #endif
+}
+
+/* The threads are those of the OpenMP that torch has loaded, by the function that GCC's pragmas call. LLVM's and Intel's
+   libraries have it too; clang's own pragmas need theirs. */
+extern void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+extern int omp_get_thread_num(void);
+
+typedef struct {
+  void (*work)(const void *task, long item, long thread);
+  const void *task;
+  long total, turn, next;
+} Loop;
+
+static void take_turns(void *data) {
+  Loop *loop = data;
+  long thread = omp_get_thread_num(), first;
+  while ((first = __atomic_fetch_add(&loop->next, loop->turn, __ATOMIC_RELAXED)) < loop->total)
+    for (long item = first; item < least(first + loop->turn, loop->total); item++) loop->work(loop->task, item, thread);
+  fence();
+}
+
+/* work(task, item, thread) for each item, `turn` neighbours at once to the thread that asks next. */
+static void parallel(long threads, long total, long turn, void (*work)(const void *, long, long), const void *task) {
+  Loop loop = {work, task, total, turn, 0};
+  GOMP_parallel(take_turns, &loop, (unsigned)threads, 0);
 }
 
 typedef struct {
@@ -317,10 +346,13 @@ static void dot_products(const Shape *s, const REAL *y, const REAL *x, long grou
 }
 
 /* How many of so many pieces of work a thread takes at once: neighbours, so that what is fetched ahead is its own. */
-static int a_turn(const Shape *s, long total) { return (int)most(1, least(8, total / (8 * s->threads))); }
+static long a_turn(const Shape *s, long total) { return most(1, least(8, total / (8 * s->threads))); }
+
+/* And of pieces that all take the same time. */
+static long a_share(const Shape *s, long total) { return (total + s->threads - 1) / s->threads; }
 
 /* No more threads than there is work for: each has tiles of its own. */
-static int team(const Shape *s) { return (int)least(s->threads, num_groups(s) * num_chunks(s)); }
+static long team(const Shape *s) { return least(s->threads, num_groups(s) * num_chunks(s)); }
 
 /* The bytes that moments and cross_moments need. */
 API long sums_workspace(const Shape *s) {
@@ -328,95 +360,126 @@ API long sums_workspace(const Shape *s) {
          sizeof(double) * (s->channels + s->threads * padded(s));
 }
 
-/* The partial sums of all groups and chunks: of y and x - mean, or where there is no y of x about a pilot. */
-static void partial_sums(const Shape *s, const REAL *y, const REAL *x, const REAL *mean, REAL *partials, REAL *tiles) {
-  long size = padded(s), chunks = num_chunks(s), groups = num_groups(s), total = groups * chunks;
-#pragma omp parallel for num_threads(team(s)) schedule(dynamic, a_turn(s, total))
-  for (long item = 0; item < total; item++) {
-    /* Groups lie side by side in rows: they follow each other while the rows are in the cache. */
-    long group = s->rows ? item % groups : item / chunks, chunk = s->rows ? item / groups : item % chunks;
-    long start = chunk * chunk_length(s), stop = least(start + chunk_length(s), num_positions(s));
-    REAL *matrix = partials + (group * chunks + chunk) * partial_reals(s);
-    REAL *sums = matrix + size * size, *pilot = sums + size;
-    REAL *left = tiles + omp_get_thread_num() * 2 * tile_reals(s), *right = y ? left + tile_reals(s) : left;
-    const REAL *shift = y ? mean + group * s->group_size : pilot;
-    memset(matrix, 0, partial_reals(s) * sizeof(REAL));
-    if (!y) {
-      /* Whatever the data, a mean of an eighth of the chunk is off by less than three deviations of the chunk. */
-      long count = least(chunk_length(s) / 8, stop - start);
-      for (long first = 0; first < count; first += tile_length(s))
-        pack(s, x, group, start + first, least(tile_length(s), count - first), NULL, pilot, left);
-      for (long c = 0; c < size; c++) pilot[c] /= count;
-    }
-    for (long first = start; first < stop; first += tile_length(s)) {
-      long count = least(tile_length(s), stop - first);
-      if (y) pack(s, y, group, first, count, NULL, sums, left);
-      pack(s, x, group, first, count, shift, y ? NULL : sums, right);
-      if (s->rows) outer_products(left, right, size, count, matrix);
-      else dot_products(s, y ? y : x, x, group, first + tile_length(s), left, right, count, matrix);
+/* The sums of y and x - mean, or where there is no y of x about a pilot: first of each chunk, then of all. */
+typedef struct {
+  const Shape *shape;
+  const REAL *y, *x, *mean;
+  REAL *partials, *tiles, *total, *matrix;
+  double *exact_mean, *rows;
+} Sums;
+
+static Sums lay_out(const Shape *s, char *workspace) {
+  Sums sums = {.shape = s, .partials = (REAL *)workspace};
+  sums.tiles = sums.partials + num_groups(s) * num_chunks(s) * partial_reals(s);
+  sums.exact_mean = (double *)(sums.tiles + team(s) * 2 * tile_reals(s));
+  sums.rows = sums.exact_mean + s->channels;
+  return sums;
+}
+
+static void sum_chunk(const void *task, long item, long thread) {
+  const Sums *t = task;
+  const Shape *s = t->shape;
+  const REAL *y = t->y, *x = t->x;
+  long size = padded(s), chunks = num_chunks(s), groups = num_groups(s);
+  /* Groups lie side by side in rows: they follow each other while the rows are in the cache. */
+  long group = s->rows ? item % groups : item / chunks, chunk = s->rows ? item / groups : item % chunks;
+  long start = chunk * chunk_length(s), stop = least(start + chunk_length(s), num_positions(s));
+  REAL *matrix = t->partials + (group * chunks + chunk) * partial_reals(s);
+  REAL *sums = matrix + size * size, *pilot = sums + size;
+  REAL *left = t->tiles + thread * 2 * tile_reals(s), *right = y ? left + tile_reals(s) : left;
+  const REAL *shift = y ? t->mean + group * s->group_size : pilot;
+  memset(matrix, 0, partial_reals(s) * sizeof(REAL));
+  if (!y) {
+    /* Whatever the data, a mean of an eighth of the chunk is off by less than three deviations of the chunk. */
+    long count = least(chunk_length(s) / 8, stop - start);
+    for (long first = 0; first < count; first += tile_length(s))
+      pack(s, x, group, start + first, least(tile_length(s), count - first), NULL, pilot, left);
+    for (long c = 0; c < size; c++) pilot[c] /= count;
+  }
+  for (long first = start; first < stop; first += tile_length(s)) {
+    long count = least(tile_length(s), stop - first);
+    if (y) pack(s, y, group, first, count, NULL, sums, left);
+    pack(s, x, group, first, count, shift, y ? NULL : sums, right);
+    if (s->rows) outer_products(left, right, size, count, matrix);
+    else dot_products(s, y ? y : x, x, group, first + tile_length(s), left, right, count, matrix);
+  }
+}
+
+static void sum_chunks(const Sums *sums) {
+  const Shape *s = sums->shape;
+  long total = num_groups(s) * num_chunks(s);
+  parallel(team(s), total, a_turn(s, total), sum_chunk, sums);
+}
+
+/* A row of the covariance, from the diagonal on. With e = mean - pilot, Σ (x - mean)(x - mean)ᵀ = S - s eᵀ - e sᵀ + n e eᵀ
+   for each chunk. */
+static void covariance_row(const void *task, long row, long thread) {
+  const Sums *t = task;
+  const Shape *s = t->shape;
+  long size = padded(s), chunks = num_chunks(s), d = s->group_size;
+  long group = row / d, i = row % d, width = width_of(s, group);
+  REAL *to = t->matrix + row * d;
+  double *sum = t->rows + thread * size;
+  for (long j = 0; j < d; j++) to[j] = 0, sum[j] = 0;
+  for (long chunk = 0; chunk < chunks && i < width; chunk++) {
+    const REAL *matrix = t->partials + (group * chunks + chunk) * partial_reals(s), *sums = matrix + size * size;
+    const REAL *pilot = sums + size;
+    const double *average = t->exact_mean + group * d;
+    double count = least(chunk_length(s), num_positions(s) - chunk * chunk_length(s));
+    double shift = average[i] - pilot[i], mine = sums[i];
+    for (long j = i; j < width; j++) {
+      double e = average[j] - pilot[j];
+      sum[j] += matrix[i * size + j] - mine * e + shift * (count * e - sums[j]);
     }
   }
+  for (long j = i; j < width; j++) to[j] = (REAL)(sum[j] / num_positions(s));
 }
 
 /* Mean [C] and biased covariance [G, d, d]. */
 API void moments(const Shape *s, const REAL *x, char *workspace, REAL *mean, REAL *covariance) {
-  long size = padded(s), chunks = num_chunks(s), d = s->group_size;
-  REAL *partials = (REAL *)workspace, *tiles = partials + num_groups(s) * chunks * partial_reals(s);
-  double *exact_mean = (double *)(tiles + team(s) * 2 * tile_reals(s)), *rows = exact_mean + s->channels;
-  partial_sums(s, NULL, x, NULL, partials, tiles);
+  long size = padded(s), chunks = num_chunks(s), d = s->group_size, rows = num_groups(s) * d;
+  Sums sums = lay_out(s, workspace);
+  sums.x = x, sums.matrix = covariance;
+  sum_chunks(&sums);
   for (long c = 0; c < s->channels; c++) {
     double sum = 0;
     for (long chunk = 0; chunk < chunks; chunk++) {
-      const REAL *sums = partials + (c / d * chunks + chunk) * partial_reals(s) + size * size;
-      sum += sums[c % d] + (double)sums[size + c % d] * least(chunk_length(s), num_positions(s) - chunk * chunk_length(s));
-    }
-    exact_mean[c] = sum / num_positions(s);
-    mean[c] = (REAL)exact_mean[c];
-  }
-  /* With e = mean - pilot, Σ (x - mean)(x - mean)ᵀ = S - s eᵀ - e sᵀ + n e eᵀ for each chunk. */
-#pragma omp parallel for num_threads(s->threads) schedule(static)
-  for (long row = 0; row < num_groups(s) * d; row++) {
-    long group = row / d, i = row % d, width = width_of(s, group);
-    REAL *to = covariance + row * d;
-    double *sum = rows + omp_get_thread_num() * size;
-    for (long j = 0; j < d; j++) to[j] = 0, sum[j] = 0;
-    for (long chunk = 0; chunk < chunks && i < width; chunk++) {
-      const REAL *matrix = partials + (group * chunks + chunk) * partial_reals(s), *sums = matrix + size * size;
-      const REAL *pilot = sums + size;
-      const double *average = exact_mean + group * d;
+      const REAL *of_chunk = sums.partials + (c / d * chunks + chunk) * partial_reals(s) + size * size;
       double count = least(chunk_length(s), num_positions(s) - chunk * chunk_length(s));
-      double shift = average[i] - pilot[i], mine = sums[i];
-      for (long j = i; j < width; j++) {
-        double e = average[j] - pilot[j];
-        sum[j] += matrix[i * size + j] - mine * e + shift * (count * e - sums[j]);
-      }
+      sum += of_chunk[c % d] + of_chunk[size + c % d] * count;
     }
-    for (long j = i; j < width; j++) to[j] = (REAL)(sum[j] / num_positions(s));
+    sums.exact_mean[c] = sum / num_positions(s);
+    mean[c] = (REAL)sums.exact_mean[c];
   }
-  for (long row = 0; row < num_groups(s) * d; row++)
+  parallel(s->threads, rows, a_share(s, rows), covariance_row, &sums);
+  for (long row = 0; row < rows; row++)
     for (long j = 0; j < row % d; j++) covariance[row * d + j] = covariance[(row - row % d + j) * d + row % d];
+}
+
+static void cross_row(const void *task, long row, long thread) {
+  const Sums *t = task;
+  const Shape *s = t->shape;
+  long size = padded(s), chunks = num_chunks(s), d = s->group_size;
+  long group = row / d, i = row % d, width = i < width_of(s, group) ? width_of(s, group) : 0;
+  double *sum = t->rows + thread * size, all = 0;
+  for (long j = 0; j < d; j++) sum[j] = 0;
+  for (long chunk = 0; chunk < chunks && width; chunk++) {
+    const REAL *matrix = t->partials + (group * chunks + chunk) * partial_reals(s);
+    for (long j = 0; j < width; j++) sum[j] += matrix[i * size + j];
+    all += matrix[size * size + i];
+  }
+  for (long j = 0; j < d; j++) t->matrix[row * d + j] = (REAL)sum[j];
+  if (width) t->total[group * d + i] = (REAL)all;
 }
 
 /* Σ y [C] and Σ y (x - mean)ᵀ [G, d, d]. */
 API void cross_moments(const Shape *s, const REAL *y, const REAL *x, const REAL *mean, char *workspace, REAL *total,
                        REAL *cross) {
-  long size = padded(s), chunks = num_chunks(s), d = s->group_size;
-  REAL *partials = (REAL *)workspace, *tiles = partials + num_groups(s) * chunks * partial_reals(s);
-  double *rows = (double *)(tiles + team(s) * 2 * tile_reals(s)) + s->channels;
-  partial_sums(s, y, x, mean, partials, tiles);
-#pragma omp parallel for num_threads(s->threads) schedule(static)
-  for (long row = 0; row < num_groups(s) * d; row++) {
-    long group = row / d, i = row % d, width = i < width_of(s, group) ? width_of(s, group) : 0;
-    double *sum = rows + omp_get_thread_num() * size, all = 0;
-    for (long j = 0; j < d; j++) sum[j] = 0;
-    for (long chunk = 0; chunk < chunks && width; chunk++) {
-      const REAL *matrix = partials + (group * chunks + chunk) * partial_reals(s);
-      for (long j = 0; j < width; j++) sum[j] += matrix[i * size + j];
-      all += matrix[size * size + i];
-    }
-    for (long j = 0; j < d; j++) cross[row * d + j] = (REAL)sum[j];
-    if (width) total[group * d + i] = (REAL)all;
-  }
+  long rows = num_groups(s) * s->group_size;
+  Sums sums = lay_out(s, workspace);
+  sums.y = y, sums.x = x, sums.mean = mean, sums.total = total, sums.matrix = cross;
+  sum_chunks(&sums);
+  parallel(s->threads, rows, a_share(s, rows), cross_row, &sums);
 }
 
 /* A block of the maps: channels by vectors of positions for planes, positions by vectors of channels for rows. */
@@ -603,39 +666,59 @@ static void map_row_tile(const Shape *s, const Terms *terms, long group, long fi
   }
 }
 
+typedef struct {
+  const Shape *shape;
+  const Terms *terms;
+  const REAL *offset;
+  REAL *matrices, *starts, *scratch, *out;
+  long step, stretch, stretches, piece, pieces;
+  int streamed;
+} Map;
+
+static long start_reals(const Shape *s) { return whole(padded(s), LINE); }
+
+static void pack_group(const void *task, long group, long thread) {
+  const Map *t = task;
+  const Shape *s = t->shape;
+  (void)thread;
+  pack_matrix(s, t->terms, t->offset, group, t->matrices + group * map_matrix_reals(s, t->terms->count),
+              t->starts + group * start_reals(s));
+}
+
+static void map_piece(const void *task, long item, long thread) {
+  const Map *t = task;
+  const Shape *s = t->shape;
+  long groups = num_groups(s), parts = t->stretches * t->pieces;
+  long group = s->rows ? item % groups : item / parts, part = s->rows ? item / groups : item % parts;
+  long start = part / t->pieces * t->stretch, first = part % t->pieces * t->piece;
+  long stop = least(first + t->piece, t->stretch);
+  const REAL *matrix = t->matrices + group * map_matrix_reals(s, t->terms->count);
+  const REAL *offsets = t->starts + group * start_reals(s);
+  REAL *result = t->scratch + thread * whole(map_scratch_reals(s, t->terms->count), LINE);
+  REAL *tile = result + 8 * map_tile(s);
+  for (; first < stop; first += t->step) {
+    long at = start + first, count = least(t->step, stop - first);
+    if (s->rows) map_row_tile(s, t->terms, group, at, count, matrix, offsets, result, t->out, t->streamed);
+    else map_plane_tile(s, t->terms, group, at, count, matrix, offsets, tile, result, t->out, t->streamed);
+  }
+}
+
 /* out = Σ matrices inputs + offset for each group, one or two terms; all laid out alike. */
 API void map(const Shape *s, const Terms *terms, const REAL *offset, char *workspace, REAL *out) {
-  long groups = num_groups(s), matrix_reals = map_matrix_reals(s, terms->count), start_reals = whole(padded(s), LINE);
-  REAL *matrices = (REAL *)workspace, *starts = matrices + groups * matrix_reals, *scratch = starts + groups * start_reals;
+  long groups = num_groups(s);
+  Map map = {.shape = s, .terms = terms, .offset = offset, .out = out, .matrices = (REAL *)workspace};
+  map.starts = map.matrices + groups * map_matrix_reals(s, terms->count);
+  map.scratch = map.starts + groups * start_reals(s);
   /* Planes that are long enough are cut into tiles one by one, short ones together. */
-  long step = s->rows ? 32 * ROW_POSITIONS : map_tile(s);
-  long stretch = !s->rows && s->length >= step ? s->length : num_positions(s);
-  long stretches = num_positions(s) / stretch, piece = s->rows ? step : 10 * step;
-  long pieces = (stretch + piece - 1) / piece, total = groups * stretches * pieces;
-  int streamed = s->samples * s->channels * s->length * (long)sizeof(REAL) >= STREAMED_BYTES &&
+  map.step = s->rows ? 32 * ROW_POSITIONS : map_tile(s);
+  map.stretch = !s->rows && s->length >= map.step ? s->length : num_positions(s);
+  map.stretches = num_positions(s) / map.stretch;
+  map.piece = s->rows ? map.step : 10 * map.step;
+  map.pieces = (map.stretch + map.piece - 1) / map.piece;
+  map.streamed = s->samples * s->channels * s->length * (long)sizeof(REAL) >= STREAMED_BYTES &&
                  (uintptr_t)out % VECTOR_BYTES == 0 && (s->rows ? s->channels : s->length) % W == 0 &&
                  (!s->rows || s->group_size % W == 0);
-#pragma omp parallel num_threads(s->threads)
-  {
-#pragma omp for schedule(static)
-    for (long group = 0; group < groups; group++)
-      pack_matrix(s, terms, offset, group, matrices + group * matrix_reals, starts + group * start_reals);
-#pragma omp for schedule(dynamic, a_turn(s, total))
-    for (long item = 0; item < total; item++) {
-      long group = s->rows ? item % groups : item / (stretches * pieces);
-      long part = s->rows ? item / groups : item % (stretches * pieces);
-      long start = part / pieces * stretch, first = part % pieces * piece;
-      long stop = least(first + piece, stretch);
-      const REAL *matrix = matrices + group * matrix_reals, *offsets = starts + group * start_reals;
-      REAL *result = scratch + omp_get_thread_num() * whole(map_scratch_reals(s, terms->count), LINE);
-      for (; first < stop; first += step) {
-        long count = least(step, stop - first);
-        if (s->rows) map_row_tile(s, terms, group, start + first, count, matrix, offsets, result, out, streamed);
-        else
-          map_plane_tile(s, terms, group, start + first, count, matrix, offsets, result + 8 * map_tile(s), result, out,
-                         streamed);
-      }
-    }
-    fence();
-  }
+  long total = groups * map.stretches * map.pieces;
+  parallel(s->threads, groups, a_share(s, groups), pack_group, &map);
+  parallel(s->threads, total, a_turn(s, total), map_piece, &map);
 }

@@ -53,8 +53,8 @@ def unsupported(x: Tensor) -> str | None:
         return f"the C kernels run on the CPU, the input is on {x.device}"
     if x.dtype not in build.REALS:
         return f"the C kernels compute in float32 and float64, the input is {x.dtype}"
-    if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided:
-        return f"the C kernels read dense tensors, the input is a {type(x).__name__} of layout {x.layout}"
+    if x.layout != torch.strided:
+        return f"the C kernels read dense tensors, the input is of layout {x.layout}"
     if _is_rows(x) is None:
         return f"the C kernels read contiguous and channels_last memory, the input has strides {list(x.stride())}"
     return None
@@ -75,7 +75,7 @@ def can_read(*activations: Tensor) -> bool:
 
 def can_run(*activations: Tensor) -> bool:
     """Whether the kernels can read these and can be built, which is tried at the first call."""
-    return can_read(*activations) and build.failure(activations[0].dtype) is None
+    return can_read(*activations) and build.is_available(activations[0].dtype)
 
 
 def is_worthwhile(x: Tensor, group_size: int) -> bool:

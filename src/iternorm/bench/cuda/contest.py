@@ -57,9 +57,15 @@ class Entry:
 
 
 def run_case(
-    shape: Shape, dtype: torch.dtype, rivals: Sequence[CudaRival], gpu: Gpu, copy_gb_per_s: float, rounds: int
+    shape: Shape,
+    dtype: torch.dtype,
+    rivals: Sequence[CudaRival],
+    gpu: Gpu,
+    copy_gb_per_s: float,
+    rounds: int,
+    layouts: Sequence[str] = tuple(LAYOUTS),
 ) -> dict:
-    """Time all rivals on one activation in both layouts. What fails is in the result, with the reason."""
+    """Time all rivals on one activation in the layouts. What fails is in the result, with the reason."""
     if any(rival.compiled for rival in rivals):
         # What was compiled for other shapes counts towards the number after which torch gives up and runs eagerly.
         torch.compiler.reset()
@@ -75,8 +81,8 @@ def run_case(
     }
     try:
         entries = []
-        for layout, channels_last in LAYOUTS.items():
-            x, grad_output = Case(shape, dtype, channels_last).make(gpu.device)
+        for layout in layouts:
+            x, grad_output = Case(shape, dtype, LAYOUTS[layout]).make(gpu.device)
             entries += [Entry(rival, layout, x, grad_output) for rival in rivals]
     except Exception as error:
         return {**case, "failed": reason(error), "rivals": []}

@@ -2,7 +2,6 @@
 
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,7 +75,7 @@ class Gpu:
     def peak_bytes(self, step: Step, base: int | None = None) -> int:
         """The most bytes allocated at a time in a step, beyond `base` or what was allocated before it.
 
-        Workspaces that layers and cublas keep from step to step are dropped first, so that they count.
+        The workspaces that cublas keeps from step to step are dropped first, so that they count.
         """
         before = self.allocated_bytes()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -87,9 +86,6 @@ class Gpu:
 
     def release(self) -> None:
         """Give back what nobody uses, cached workspaces included."""
-        plan = sys.modules.get("iternorm.kernels.plan")
-        if plan is not None:
-            plan._workspaces.clear()
         self.synchronize()
         clear_cublas = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear_cublas is not None:
