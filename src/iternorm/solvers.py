@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from iternorm import modes
+from iternorm.whitening import modes
 
 SOLVERS = ("newton", "zca", "pca", "cholesky")
 # In so few steps no eigenvalue grows from the size of rounding to 1; after them the iteration is watched.
@@ -93,7 +93,7 @@ def solve(covariance: Tensor, solver: str, num_iters: int, keep: bool = False) -
     """
     num_iters = min(num_iters, most_steps(covariance.dtype))
     if solver == "newton_triton":
-        from iternorm.kernels import iteration
+        from iternorm.backends.triton import iteration
 
         whitening, kept = iteration.solve(covariance, num_iters)
         return whitening, (kept,) if keep else ()
@@ -114,7 +114,7 @@ def solve_backward(
     """The symmetric gradient for the covariance, given the gradient for the whitening matrix."""
     num_iters = min(num_iters, most_steps(covariance.dtype))
     if solver == "newton_triton":
-        from iternorm.kernels import iteration
+        from iternorm.backends.triton import iteration
 
         kept = saved[0] if saved else iteration.solve(covariance, num_iters)[1]
         return iteration.solve_backward(grad, covariance, whitening, kept, num_iters)
