@@ -7,8 +7,8 @@ import pytest
 from fake_gpu import TINY, FakeGpu, tiny_rivals, tiny_vgg
 
 from iternorm.bench import gpu as cuda
-from iternorm.bench.gpu import targets, training
-from iternorm.timing.gpu import cases, contest
+from iternorm.bench.gpu import targets
+from iternorm.timing.gpu import cases, contest, training
 from iternorm.timing.gpu.cases import STEM, TABLE_A1
 
 ROOT = Path(__file__).parents[2]
