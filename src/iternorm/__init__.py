@@ -28,6 +28,7 @@ from iternorm.modules import (
     IterNorm1d,
     IterNorm2d,
     IterNorm3d,
+    SmallBatchWarning,
 )
 from iternorm.sync import SyncIterNorm
 
@@ -50,6 +51,7 @@ __all__ = [
     "LazyIterNorm1d",
     "LazyIterNorm2d",
     "LazyIterNorm3d",
+    "SmallBatchWarning",
     "SyncIterNorm",
     "convert_batchnorm",
     "convert_sync_iternorm",
