@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from iternorm import bench
-from iternorm.analysis.report import write_text_atomically
+from iternorm.report.html import write_text_atomically
 
 
 def cpu_lines(result: dict) -> list[str]:

@@ -5,14 +5,14 @@ import sys
 
 import pytest
 import torch
+from page_checks import assert_self_contained
 from typer.testing import CliRunner
 
 import iternorm
 from iternorm import bench, cli
 from iternorm.__main__ import main
-from iternorm.bench.devices import Case
-from iternorm.experiments import demo
-from page_checks import assert_self_contained
+from iternorm.bench.cpu.devices import Case
+from iternorm.experiments.demo import runs as demo
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_main_runs_the_app(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("encoding", "text"), [("ascii", "k 1.2 - 3 us ?"), ("cp1252", "k 1.2 – 3 µs ?")])
 def test_letters_that_an_encoding_lacks_have_others_in_their_place(encoding, text):
-    assert "κ 1.2 – 3 µs √".encode(encoding, errors="iternorm.plain").decode(encoding) == text
+    assert "κ 1.2 – 3 µs √".encode(encoding, errors="iternorm.backends.torch.plain").decode(encoding) == text
 
 
 def complete(line):

@@ -1,27 +1,7 @@
 """Whitening normalization for PyTorch: the one list of public names."""
 
 from iternorm import functional, reference, solvers
-from iternorm.calibrate import freeze, recalibrate, unfreeze
-from iternorm.convert import ConversionReport, convert_batchnorm, convert_sync_iternorm, convert_to_batchnorm
-from iternorm.features import DecorrelatedLinear, decorrelate_features
-from iternorm.fold import Folded, FoldTable, fold
-from iternorm.fold_layers import (
-    eval_map,
-    fold_into_next,
-    fold_into_next_layer,
-    fold_into_previous,
-    fold_into_previous_layer,
-    fold_pointwise,
-)
-from iternorm.lazy import (
-    LazyDecorrelatedBatchNorm1d,
-    LazyDecorrelatedBatchNorm2d,
-    LazyDecorrelatedBatchNorm3d,
-    LazyIterNorm1d,
-    LazyIterNorm2d,
-    LazyIterNorm3d,
-)
-from iternorm.modules import (
+from iternorm.layers.base import (
     DecorrelatedBatchNorm1d,
     DecorrelatedBatchNorm2d,
     DecorrelatedBatchNorm3d,
@@ -30,7 +10,27 @@ from iternorm.modules import (
     IterNorm3d,
     SmallBatchWarning,
 )
-from iternorm.sync import SyncIterNorm
+from iternorm.layers.lazy import (
+    LazyDecorrelatedBatchNorm1d,
+    LazyDecorrelatedBatchNorm2d,
+    LazyDecorrelatedBatchNorm3d,
+    LazyIterNorm1d,
+    LazyIterNorm2d,
+    LazyIterNorm3d,
+)
+from iternorm.layers.sync import SyncIterNorm
+from iternorm.models.calibrate import freeze, recalibrate, unfreeze
+from iternorm.models.convert import ConversionReport, convert_batchnorm, convert_sync_iternorm, convert_to_batchnorm
+from iternorm.models.features import DecorrelatedLinear, decorrelate_features
+from iternorm.models.fold.model import Folded, FoldTable, fold
+from iternorm.models.fold.weights import (
+    eval_map,
+    fold_into_next,
+    fold_into_next_layer,
+    fold_into_previous,
+    fold_into_previous_layer,
+    fold_pointwise,
+)
 
 __version__ = "0.1.0"
 

@@ -71,7 +71,7 @@ def _require(*packages: str) -> None:
 
 def _check_outputs(*paths: Path | None) -> None:
     """Fail before the work, not after it, where a file cannot be written."""
-    from iternorm.analysis.report import check_writable
+    from iternorm.report.html import check_writable
 
     for path in paths:
         if path is not None:
@@ -84,13 +84,13 @@ def _one_of(*choices: str) -> Callable[[str], list[str]]:
 
 
 def _ids(incomplete: str) -> list[str]:
-    from iternorm.experiments.registry import EXPERIMENTS
+    from iternorm.experiments.jobs.registry import EXPERIMENTS
 
     return _one_of(*EXPERIMENTS, "all")(incomplete)
 
 
 def _data_sets(incomplete: str) -> list[str]:
-    from iternorm.experiments.data import DATA_SETS
+    from iternorm.experiments.data.datasets import DATA_SETS
 
     return _one_of(*DATA_SETS)(incomplete)
 
@@ -147,8 +147,8 @@ def demo(
 ) -> None:
     """Train the paper's MLP on handwritten digits with four normalizations and write a report (about half a minute)."""
     _require("sklearn", "matplotlib")
-    from iternorm.experiments import demo as experiment
-    from iternorm.experiments import demo_report
+    from iternorm.experiments.demo import page as demo_report
+    from iternorm.experiments.demo import runs as experiment
 
     experiment.check_arguments(epochs, seed)
     _check_outputs(out / "report.html")
@@ -184,7 +184,7 @@ def bench(
         if json is not None:
             from json import dumps
 
-            from iternorm.analysis.report import write_text_atomically
+            from iternorm.report.html import write_text_atomically
 
             write_text_atomically(json, dumps(result, indent=1) + "\n")
 
@@ -247,9 +247,8 @@ def analyze(
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write a page with plots to this file.")] = None,
 ) -> None:
     """Show conditioning, correlation, batch noise and drift of every normalization layer of a model."""
-    from iternorm.analysis import Whitening
+    from iternorm.analysis import Whitening, inputs
     from iternorm.analysis import analyze as analyze_model
-    from iternorm.experiments import inputs
 
     sizes = _batch_sizes(snd)
     others = None if not alternative else [Whitening.parse(label) for label in alternative]
@@ -293,7 +292,7 @@ def ls(smoke: _Smoke = False, data: _Data = None, results: _Results = Path("resu
     """List the experiments, one for each figure and table of the paper, and how much of each is done here."""
     from rich.table import Table
 
-    from iternorm.experiments import registry
+    from iternorm.experiments.jobs import registry
 
     table = Table("id", "what", "cost", "results", box=None, pad_edge=False)
     unusable: list[str] = []
@@ -348,8 +347,8 @@ def run(
     results: _Results = Path("results"),
 ) -> None:
     """Run what is not finished of experiments, and keep the results; several such commands may run side by side."""
-    from iternorm.experiments import console as screen
-    from iternorm.experiments import registry, sweep
+    from iternorm.experiments.jobs import console as screen
+    from iternorm.experiments.jobs import registry, sweep
 
     chosen, plan = registry.get_all(experiments), registry.Plan(smoke, device, seeds)
     # Tensors of the small size are so small that threads only wait for each other: all of it took half a minute of
@@ -365,7 +364,7 @@ def run(
         bars = screen.Bars(progress, jobs)
         if ray is not None:
             _require("ray")
-            from iternorm.experiments import ray_sweep
+            from iternorm.experiments.jobs import ray_sweep
 
             address = None if ray == "local" else ray
             outcomes = ray_sweep.run(
@@ -408,7 +407,7 @@ def plot(
 ) -> None:
     """Draw an experiment's figure from the results that are there."""
     _require("matplotlib")
-    from iternorm.experiments import registry
+    from iternorm.experiments.jobs import registry
 
     chosen = registry.get_all(experiments)
     if out is not None and len(chosen) > 1:
@@ -430,7 +429,7 @@ def report(
 ) -> None:
     """Write the report: the paper's claims and numbers beside ours, for every figure and table."""
     _require("matplotlib")
-    from iternorm.experiments import reproduction
+    from iternorm.experiments.evidence import reproduction
 
     for path in reproduction.write(results, out):
         console.print(f"Written: {path}", highlight=False, soft_wrap=True, markup=False)

@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from iternorm import collective, fused, groups, modes, ops, plain, reference
-from iternorm.native import build, verbs
+from iternorm import reference
+from iternorm.backends.native import build, verbs
+from iternorm.backends.torch import plain
+from iternorm.whitening import collective, fused, groups, modes, ops
 
 IMPLS = ("auto", "triton", "native", "torch", "reference")
 ACTIVATIONS = ("relu",)
@@ -345,7 +347,7 @@ def check_activation(activation: str | None) -> None:
 def choose_impl(
     impl: str, x: Tensor, group_size: int, solver: str, process_group: collective.Group | None = None
 ) -> str:
-    """What `impl` means for this input: "auto" is the Triton kernels, or left to the verbs (see `iternorm.ops`).
+    """What `impl` means for this input: "auto" is the Triton kernels, or left to the verbs (see `iternorm.whitening.ops`).
 
     The Triton kernels do not know a process group.
     """

@@ -6,20 +6,34 @@ differentiable. `solve` and `solve_backward` are the same computations without a
 own backward. Derivations: docs/math.md, sections 3 and 4.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from iternorm import modes
+from iternorm.whitening import modes
 
 SOLVERS = ("newton", "zca", "pca", "cholesky")
+# In so few steps no eigenvalue grows from the size of rounding to 1; after them the iteration is watched.
+UNWATCHED_STEPS = 12
+
+
+def most_steps(dtype: torch.dtype) -> int:
+    """The most steps that Newton's iteration takes: 24 in fp32, 49 in fp64 (math.md, section 3, "Many steps").
+
+    A small eigenvalue of R grows by 9/4 a step. These bring one that is rounding itself beside the trace to 1, and
+    leave four more for it to converge.
+    """
+    return math.ceil(4 - math.log(torch.finfo(dtype).eps, 9 / 4))
 
 
 def newton(covariance: Tensor, num_iters: int) -> Tensor:
     """Σ^{-1/2} approximated by `num_iters` Newton steps on the trace-normalized covariance (math.md, Eq. 8-9).
 
     The same polynomial as the paper's P-form for every `num_iters` from 0, computed in a coupled form that stays
-    accurate past convergence.
+    accurate past convergence. Many steps are ZCA: those beyond `most_steps` are not taken, and where rounding has left
+    a negative eigenvalue, the iteration stops before it has grown (section 3, "Many steps").
 
     Example:
         >>> covariance = torch.tensor([[4.0, 0.0], [0.0, 1.0]])
@@ -77,8 +91,9 @@ def solve(covariance: Tensor, solver: str, num_iters: int, keep: bool = False) -
     With `keep`, that includes 2 T - 2 matrices of Newton's iteration, which would otherwise be computed once more.
     The solver "newton_triton" is newton in kernels, for batches of fp32 matrices on a GPU.
     """
+    num_iters = min(num_iters, most_steps(covariance.dtype))
     if solver == "newton_triton":
-        from iternorm.kernels import iteration
+        from iternorm.backends.triton import iteration
 
         whitening, kept = iteration.solve(covariance, num_iters)
         return whitening, (kept,) if keep else ()
@@ -97,8 +112,9 @@ def solve_backward(
     grad: Tensor, covariance: Tensor, whitening: Tensor, saved: tuple[Tensor, ...], solver: str, num_iters: int
 ) -> Tensor:
     """The symmetric gradient for the covariance, given the gradient for the whitening matrix."""
+    num_iters = min(num_iters, most_steps(covariance.dtype))
     if solver == "newton_triton":
-        from iternorm.kernels import iteration
+        from iternorm.backends.triton import iteration
 
         kept = saved[0] if saved else iteration.solve(covariance, num_iters)[1]
         return iteration.solve_backward(grad, covariance, whitening, kept, num_iters)
@@ -231,7 +247,8 @@ def _newton(covariance: Tensor, num_iters: int) -> tuple[Tensor, list[Tensor], l
     """The whitening matrix, R_0..R_{T-1} and Z_1..Z_{T-1}.
 
     The residual form (Eq. 8-9) with M = (3 I - R)/2 multiplied out: a step is three products with their sums, and
-    rounding meets R and not M, which is larger in the first steps (errors a third of those of M's form).
+    rounding meets R and not M, which is larger in the first steps (errors a third of those of M's form). Where
+    the iteration stops early R is zero from then on.
     """
     trace = _trace(covariance)
     identity = _identity_like(covariance)
@@ -240,12 +257,17 @@ def _newton(covariance: Tensor, num_iters: int) -> tuple[Tensor, list[Tensor], l
     residual = (covariance / trace).reshape(-1, *covariance.shape[-2:])
     iterate = torch.add(1.5 * identity, residual, alpha=-0.5)
     residuals, iterates = [residual], []
-    for _ in range(num_iters - 1):
+    for k in range(1, num_iters):
         inner = torch.baddbmm(residual, residual, residual, beta=-1.5, alpha=0.25)
-        residual = torch.baddbmm(residual, residual, inner, beta=2.25)
-        residuals.append(residual)
+        following = torch.baddbmm(residual, residual, inner, beta=2.25)
+        step = torch.baddbmm(iterate, iterate, following, beta=1.5, alpha=-0.5)
+        if k >= UNWATCHED_STEPS:
+            # A step raises the trace, which is 1 at first: it falls where a negative eigenvalue grows.
+            stopped = _trace(following) < (_trace(residual) - 0.5).clamp(min=0.5)
+            following, step = following.masked_fill(stopped, 0), torch.where(stopped, iterate, step)
         iterates.append(iterate)
-        iterate = torch.baddbmm(iterate, iterate, residual, beta=1.5, alpha=-0.5)
+        residual, iterate = following, step
+        residuals.append(residual)
     return iterate.reshape(covariance.shape) * trace.rsqrt(), residuals, iterates
 
 
@@ -266,13 +288,15 @@ def _newton_backward(
         _, residuals, iterates = _newton(covariance, num_iters)
     d_residual = ((grad + grad.mT) * (trace.rsqrt() / 2)).reshape(-1, *covariance.shape[-2:])
     d_iterate = d_residual * -0.5
-    for residual, following, iterate in zip(residuals[:-1], residuals[1:], iterates, strict=True):
+    for k, (residual, following, iterate) in enumerate(zip(residuals[:-1], residuals[1:], iterates, strict=True), 1):
         shared = torch.bmm(d_residual, residual)
         half = torch.add(1.5 * d_residual, shared, alpha=-1.0).sub_(shared.mT, alpha=0.5)
         half = torch.baddbmm(half, half, residual, beta=0.75, alpha=-0.25)
         d_residual = half + half.mT
-        d_iterate = torch.baddbmm(d_iterate, d_iterate, following, beta=1.5, alpha=-0.5)
-        d_iterate = d_iterate.baddbmm_(iterate, d_residual, alpha=-0.5)
+        step = torch.baddbmm(d_iterate, d_iterate, following, beta=1.5, alpha=-0.5)
+        step = step.baddbmm_(iterate, d_residual, alpha=-0.5)
+        # Where it has stopped, R is zero and Z stays.
+        d_iterate = torch.where(_trace(following) < 0.5, d_iterate, step) if k >= UNWATCHED_STEPS else step
     d_normalized = _symmetric(d_iterate).view_as(covariance)
     through_trace = through_trace + (d_normalized * (covariance / trace)).sum((-2, -1), keepdim=True)
     return (d_normalized - through_trace * identity) / trace

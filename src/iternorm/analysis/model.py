@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .layer import summarize_layer
-from .operations import Whitening, batch_norm, decorrelated_batch_norm, iter_norm, operation_of
-from .pools import SamplePool, StatisticsPool, statistics_bytes
-from .probes import LayerProbe, find_layers, hooked, num_channels, preserved
-from .summary import ModelAnalysis
+from iternorm.analysis.layer import summarize_layer
+from iternorm.analysis.operations import Whitening, batch_norm, decorrelated_batch_norm, iter_norm, operation_of
+from iternorm.analysis.pools import SamplePool, StatisticsPool, statistics_bytes
+from iternorm.analysis.probes import LayerProbe, find_layers, hooked, num_channels, preserved
+from iternorm.analysis.summary import ModelAnalysis
 
 ALTERNATIVES = (
     batch_norm(),

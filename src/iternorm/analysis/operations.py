@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from iternorm import groups, solvers
-from iternorm.modules import WhiteningNorm
+from iternorm import solvers
+from iternorm.layers.base import WhiteningNorm
+from iternorm.whitening import groups
 
 Solver = Literal["newton", "zca", "pca", "cholesky"]
 

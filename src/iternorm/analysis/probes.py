@@ -9,11 +9,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from iternorm.modules import WhiteningNorm
-
-from .conditioning import Moments, merge_moments, samples_by_channels, update_moments
-from .operations import operation_of
-from .pools import SamplePool, StatisticsPool
+from iternorm.analysis.conditioning import Moments, merge_moments, samples_by_channels, update_moments
+from iternorm.analysis.operations import operation_of
+from iternorm.analysis.pools import SamplePool, StatisticsPool
+from iternorm.layers.base import WhiteningNorm
 
 # Layers that normalize each example by itself: the batch adds no noise.
 PER_EXAMPLE = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)

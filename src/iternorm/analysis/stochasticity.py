@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from iternorm import groups
-
-from .operations import AffineMaps, Whitening
+from iternorm.analysis.operations import AffineMaps, Whitening
+from iternorm.whitening import groups
 
 # Maps a reference batch [B, C, ...] and samples [N, C, ...] to outputs [N, C, ...].
 Operation = Callable[[Tensor, Tensor], Tensor]

@@ -7,10 +7,10 @@ for case in result["cases"]:
     rich.print(table(case))
 """
 
-from . import cuda
-from .contest import TABLE_A1, Case, check_arguments, count_timings, run
-from .rivals import PAPER_MS, Rival, standard_rivals
-from .table import notes, table
+from iternorm.bench import gpu as cuda
+from iternorm.bench.cpu.contest import TABLE_A1, Case, check_arguments, count_timings, run
+from iternorm.bench.cpu.rivals import PAPER_MS, Rival, standard_rivals
+from iternorm.bench.cpu.table import notes, table
 
 __all__ = [
     "PAPER_MS",

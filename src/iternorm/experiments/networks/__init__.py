@@ -1,0 +1,1 @@
+"""The networks of the experiments and the normalizations in them."""

@@ -1,0 +1,1 @@
+"""How times are taken: turns, threads, a GPU's clock."""
