@@ -8,6 +8,7 @@ from iternorm.layers.base import (
     IterNorm1d,
     IterNorm2d,
     IterNorm3d,
+    SmallBatchWarning,
 )
 from iternorm.layers.lazy import (
     LazyDecorrelatedBatchNorm1d,
@@ -50,6 +51,7 @@ __all__ = [
     "LazyIterNorm1d",
     "LazyIterNorm2d",
     "LazyIterNorm3d",
+    "SmallBatchWarning",
     "SyncIterNorm",
     "convert_batchnorm",
     "convert_sync_iternorm",

@@ -1,5 +1,6 @@
 """Whitening layers with the whole contract of `torch.nn.BatchNorm1d/2d/3d`."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from iternorm import functional
 from iternorm.backends.torch import plain
 from iternorm.layers import checkpoints
+from iternorm.layers.docstrings import complete
 from iternorm.whitening import fused, groups, modes, ops
 
 RUNNING = ("whitening", "covariance")
@@ -19,6 +21,10 @@ NO_VARIANCE = (
     "Use iternorm.convert_sync_iternorm(model, batchnorm=True) to synchronize, iternorm.fold(model.eval()) to fuse, "
     "iternorm.recalibrate(model, batches) to set statistics, iternorm.freeze(model) to keep them; see docs/tools.md"
 )
+
+
+class SmallBatchWarning(UserWarning):
+    """A batch has fewer values per channel than a group has channels, so its covariance is singular."""
 
 
 class WhiteningNorm(_BatchNorm):
@@ -47,7 +53,8 @@ class WhiteningNorm(_BatchNorm):
             last group holds the remainder: 160 channels by 64 are groups of 64, 64 and 32.
         running: "whitening" averages the whitening matrices, as the paper does; "covariance" averages the covariances
             and computes the whitening matrix from their average in eval.
-        impl: "auto", "triton", "native", "torch" or "reference"; see `iternorm.functional`.
+        impl: "auto" takes the fastest that can run; "triton", "native" (C, on a CPU), "torch" and "reference" ask for
+            one by name and raise where it cannot run. See `iternorm.functional`.
         activation: None, or "relu": the output goes through it, which on a GPU saves a pass over the activation.
     """
 
@@ -74,6 +81,8 @@ class WhiteningNorm(_BatchNorm):
     solver: str
     num_iters: int = 0
 
+    # Whether this layer has warned of a small batch: it does so once.
+    _warned: bool = False
     # The attributes that were checked last, and the shape of running matrices that follows from them.
     _checked: tuple | None = None
     _matrix_shape: tuple[int, int, int] = (0, 0, 0)
@@ -201,6 +210,8 @@ class WhiteningNorm(_BatchNorm):
                 return fused.whiten_eagerly(input, weight, bias, settings, statistics)
         self._check(input, weight, bias, mean, matrix)
         group_size, group = self._matrix_shape[1], self._process_group(input) if training else None
+        if eager and batch_statistics and group is None and not self._warned:
+            self._warn_of_few_values(input, group_size)
         impl = functional.choose_impl(self.impl, input, group_size, self.solver, group)
         output = functional.normalize(
             input,
@@ -262,6 +273,19 @@ class WhiteningNorm(_BatchNorm):
             raise ValueError(
                 f"running_{self.running} has shape {list(matrix.shape)}; {self.num_features} channels with "
                 f"group_size={self.group_size} need {list(self._matrix_shape)}"
+            )
+
+    def _warn_of_few_values(self, input: Tensor, group_size: int) -> None:
+        values = input.numel() // self.num_features
+        if 0 < values < group_size:
+            self._warned = True
+            warnings.warn(
+                f"{type(self).__name__}({self.num_features}) whitens groups of {group_size} channels, but this batch "
+                f"has only {values} values per channel (input of shape {list(input.shape)}): the covariance is "
+                f"singular, and what it says of most directions is noise. Use a group_size well below {values}, a "
+                "larger batch, or SyncIterNorm over several processes",
+                SmallBatchWarning,
+                stacklevel=3,
             )
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
@@ -341,7 +365,16 @@ class WhiteningNorm(_BatchNorm):
         )
 
 
+@complete
 class _IterNorm(WhiteningNorm):
+    """Iterative normalization.
+
+    Args:
+        num_iters: the paper's T, the number of Newton steps. 0 only scales all channels of a group alike; 5, the
+            paper's choice, whitens the directions of large variance and leaves small ones, which are mostly noise,
+            small; many steps come to ZCA.
+    """
+
     solver = "newton"
 
     def __init__(
@@ -372,7 +405,15 @@ class _IterNorm(WhiteningNorm):
         return f"num_iters={self.num_iters}"
 
 
+@complete
 class _DecorrelatedBatchNorm(WhiteningNorm):
+    """Decorrelated batch normalization: exact whitening.
+
+    Args:
+        solver: "zca" (the paper's DBN), "pca" or "cholesky". Principal axes can change places from batch to batch,
+            which spoils an average of their whitening matrices: give "pca" ``running="covariance"``.
+    """
+
     def __init__(
         self,
         num_features: int,
@@ -418,10 +459,9 @@ def _check_rank(input: Tensor, ranks: tuple[int, ...], form: str) -> None:
         raise ValueError(f"expected {expected}D input {form}, got {input.ndim}D input of shape {list(input.shape)}")
 
 
+@complete
 class IterNorm1d(_Rank1d, _IterNorm):
-    """Iterative normalization of ``[N, C]`` or ``[N, C, L]``; see `WhiteningNorm`.
-
-    `num_iters` is the paper's T, the number of Newton steps, from 0.
+    """Iterative normalization of ``[N, C]`` or ``[N, C, L]``.
 
     Example:
         >>> IterNorm1d(10, group_size=5)(torch.randn(8, 10)).shape
@@ -429,10 +469,9 @@ class IterNorm1d(_Rank1d, _IterNorm):
     """
 
 
+@complete
 class IterNorm2d(_Rank2d, _IterNorm):
-    """Iterative normalization of ``[N, C, H, W]``; see `WhiteningNorm`.
-
-    `num_iters` is the paper's T, the number of Newton steps, from 0.
+    """Iterative normalization of ``[N, C, H, W]``.
 
     Example:
         >>> IterNorm2d(128)(torch.randn(8, 128, 4, 4)).shape
@@ -440,24 +479,41 @@ class IterNorm2d(_Rank2d, _IterNorm):
     """
 
 
+@complete
 class IterNorm3d(_Rank3d, _IterNorm):
-    """Iterative normalization of ``[N, C, D, H, W]``; see `WhiteningNorm`.
+    """Iterative normalization of ``[N, C, D, H, W]``.
 
-    `num_iters` is the paper's T, the number of Newton steps, from 0.
+    Example:
+        >>> IterNorm3d(16)(torch.randn(2, 16, 3, 4, 4)).shape
+        torch.Size([2, 16, 3, 4, 4])
     """
 
 
+@complete
 class DecorrelatedBatchNorm1d(_Rank1d, _DecorrelatedBatchNorm):
-    """Decorrelated batch normalization of ``[N, C]`` or ``[N, C, L]``; see `WhiteningNorm`.
+    """Decorrelated batch normalization (DBN) of ``[N, C]`` or ``[N, C, L]``.
 
-    `solver` is "zca" (the paper's DBN), "pca" or "cholesky". Principal axes can change places from batch to batch,
-    which spoils an average of their whitening matrices: give "pca" ``running="covariance"``.
+    Example:
+        >>> DecorrelatedBatchNorm1d(32)(torch.randn(64, 32)).shape
+        torch.Size([64, 32])
     """
 
 
+@complete
 class DecorrelatedBatchNorm2d(_Rank2d, _DecorrelatedBatchNorm):
-    """Decorrelated batch normalization of ``[N, C, H, W]``; see `DecorrelatedBatchNorm1d`."""
+    """Decorrelated batch normalization (DBN) of ``[N, C, H, W]``.
+
+    Example:
+        >>> DecorrelatedBatchNorm2d(32)(torch.randn(8, 32, 4, 4)).shape
+        torch.Size([8, 32, 4, 4])
+    """
 
 
+@complete
 class DecorrelatedBatchNorm3d(_Rank3d, _DecorrelatedBatchNorm):
-    """Decorrelated batch normalization of ``[N, C, D, H, W]``; see `DecorrelatedBatchNorm1d`."""
+    """Decorrelated batch normalization (DBN) of ``[N, C, D, H, W]``.
+
+    Example:
+        >>> DecorrelatedBatchNorm3d(32)(torch.randn(4, 32, 2, 4, 4)).shape
+        torch.Size([4, 32, 2, 4, 4])
+    """

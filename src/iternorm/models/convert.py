@@ -221,7 +221,7 @@ def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
     if isinstance(whitening, Followed):
         new.__class__ = whitening.batchnorm_class
     whitening_words = ("group_size", "num_iters", "running", "impl", "activation", "solver", "followers")
-    whitening_words += ("batchnorm_class", "_checked", "_matrix_shape", "_fused")
+    whitening_words += ("batchnorm_class", "_checked", "_matrix_shape", "_fused", "_warned")
     matrices = ("running_whitening", "running_covariance")
     replace.carry(layer, new, without=(*whitening_words, *matrices, "process_group", "_agreed"))
     new.track_running_stats = layer.track_running_stats

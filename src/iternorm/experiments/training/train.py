@@ -10,6 +10,7 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -26,6 +27,7 @@ from iternorm.experiments.recipe import Recipe
 from iternorm.experiments.training import checkpoint
 from iternorm.experiments.training.graph import CapturedStep, EagerStep, is_capturable, new_scores, score
 from iternorm.experiments.training.watch import Watch
+from iternorm.layers.base import SmallBatchWarning
 from iternorm.networks.models import build
 
 if TYPE_CHECKING:
@@ -120,6 +122,9 @@ def _settings(recipe: Recipe, context: Context) -> Iterator["Accelerator"]:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={context.device!r} needs a CUDA device and torch sees none: use device='cpu'")
     with ExitStack() as stack:
+        # Small batches are what some of the experiments are about.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", SmallBatchWarning)
         if device.type == "cuda":
             # Accelerate takes the current device.
             stack.enter_context(torch.cuda.device(device))
