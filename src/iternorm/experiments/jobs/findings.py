@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """What results say of a claim. `iternorm.experiments.evidence.rule` decides it for runs that differ in their seeds."""
+    """What results say of a claim. `evidence/rule.py` decides it for runs that differ in their seeds."""
 
     HOLDS = "holds"
     FAILS = "does not hold"
