@@ -10,6 +10,9 @@ got, where we departed) and these functions:
     claims(results) -> the paper's claims, checked (optional; results may be empty)
 
 Experiments that share runs name one folder of results in HOME: equal configurations are then one file.
+
+A Python file with such functions is an experiment too, a study of the user's; `jobs` and `run` are all it needs, and
+its id is the file's name. `iternorm.experiments.study` has what it is made of.
 """
 
 import difflib
@@ -33,9 +36,10 @@ if TYPE_CHECKING:
 EXPERIMENTS = (
     *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "fig8"),
     *("table1", "table2", "table3", "figA1", "figA2", "tableA1"),
-    # What the paper did not run.
     "imagenette",
 )
+# What the paper did not run.
+_NOT_THE_PAPERS = ("imagenette",)
 
 # The parts of an experiment's docstring, each from its name to the next one's.
 FIELDS = ("Reproduces", "Claim", "Command", "Cost", "The paper got", "Departures")
@@ -89,10 +93,17 @@ class Context:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One figure or table of the paper."""
+    """One figure or table of the paper, or a study of somebody's own.
+
+    Attributes:
+        id: Its name.
+        module: What it is made of.
+        path: The file of a study; None for those of the package.
+    """
 
     id: str
     module: ModuleType
+    path: Path | None = None
 
     @property
     def home(self) -> str:
@@ -100,9 +111,14 @@ class Experiment:
         return getattr(self.module, "HOME", self.id)
 
     @property
+    def is_papers(self) -> bool:
+        """Whether it is a figure or a table of the paper."""
+        return self.path is None and self.id not in _NOT_THE_PAPERS
+
+    @property
     def title(self) -> str:
         """First line of the docstring."""
-        return (inspect.getdoc(self.module) or "").partition("\n")[0]
+        return (inspect.getdoc(self.module) or "").partition("\n")[0] or self.id
 
     @property
     def cost(self) -> str:
@@ -114,15 +130,31 @@ class Experiment:
         ends = "|".join(map(re.escape, FIELDS))
         pattern = rf"^{re.escape(name)}:(.*?)(?=^(?:{ends}):|^\s*$|\Z)"
         found = re.search(pattern, inspect.getdoc(self.module) or "", flags=re.MULTILINE | re.DOTALL)
+        if found is None and name == "Command":
+            return f"iternorm run {self.path or self.id}"
         return " ".join(found[1].split()) if found else ""
 
     def jobs(self, plan: Plan | None = None) -> list[Config]:
-        """The configurations of a plan."""
-        return list(self.module.jobs(plan if plan is not None else Plan()))
+        """The configurations of a plan.
+
+        Raises:
+            ValueError: One of a study's is no configuration.
+        """
+        found = list(self.module.jobs(plan if plan is not None else Plan()))
+        if self.path is not None:
+            from . import study
+
+            for config in found:
+                study.check_config(self.path, config)
+        return found
 
     def plot(self, finished: Sequence[Result]) -> "Figure":
         """The figure, from the rows of some or all jobs."""
-        return self.module.plot(finished)
+        if hasattr(self.module, "plot"):
+            return self.module.plot(finished)
+        from . import study
+
+        return study.plot_errors(finished)
 
     def compare(self, finished: Sequence[Result]) -> list[Comparison]:
         """The paper's numbers beside ours."""
@@ -136,14 +168,24 @@ class Experiment:
 def get(experiment: str) -> Experiment:
     """The experiment of this id.
 
+    Args:
+        experiment: An id, or the path of a study, which ends in ``.py``.
+
     Raises:
         ValueError: There is none; the nearest ids are named.
     """
+    if experiment.endswith(".py"):
+        from . import study
+
+        return study.load(Path(experiment))
     if experiment not in EXPERIMENTS:
         lowered = {name.lower(): name for name in EXPERIMENTS}
         near = [lowered[name] for name in difflib.get_close_matches(experiment.lower(), lowered, n=3, cutoff=0.5)]
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"no experiment is called {experiment!r}: {hint}all are: {', '.join(EXPERIMENTS)}")
+        raise ValueError(
+            f"no experiment is called {experiment!r}: {hint}all are: {', '.join(EXPERIMENTS)}; a study of your own is "
+            "given as its file, ./study.py"
+        )
     return Experiment(experiment, importlib.import_module(f"{__package__}.{experiment}"))
 
 
