@@ -57,7 +57,7 @@ def jobs(plan: Plan) -> list[Config]:
         vgg_cifar.configuration(setting, norm, seed, plan)
         for seed in vgg_cifar.seeds(plan)
         for setting in settings
-        for norm in (*NORMS, *((GROUPED,) if setting == "basic" else ()))
+        for norm in _norms(setting)
     ]
 
 
@@ -73,7 +73,7 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
     found = []
     for setting, runs in _sorted(results).items():
         title = SETTINGS[setting].title
-        for norm in (*NORMS, *((GROUPED,) if setting == "basic" else ())):
+        for norm in _norms(setting):
             note = curves.divergence_note(runs.get(norm))
             found.append(
                 Comparison(f"{norm}, {title}, test error", "", vgg_cifar.test_errors(runs.get(norm)), note=note)
@@ -132,9 +132,13 @@ def plot(results: Sequence[Result]) -> "Figure":
     """Training (solid) and test (dashed) error over epochs, a panel for each configuration."""
     from matplotlib.figure import Figure
 
-    runs = {setting: found for setting, found in _sorted(results).items() if found}
-    figure = Figure(figsize=(4.6 * len(runs), 3.8), layout="constrained")
-    for axes, (setting, found) in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs.items(), strict=True):
-        vgg_cifar.draw(axes, found, SETTINGS[setting].title)
-    figure.axes[0].set_ylabel("error (%)")
+    runs = _sorted(results)
+    figure = Figure(figsize=(9.6, 7.2), layout="constrained")
+    for axes, (setting, found) in zip(figure.subplots(2, 2).flat, runs.items(), strict=True):
+        ordered = {norm: found[norm] for norm in (*NORMS, GROUPED) if norm in found}
+        vgg_cifar.draw(axes, ordered, SETTINGS[setting].title, _norms(setting))
     return figure
+
+
+def _norms(setting: str) -> tuple[str, ...]:
+    return (*NORMS, GROUPED) if setting == "basic" else NORMS

@@ -49,13 +49,12 @@ def plot(results: Sequence[Result]) -> "Figure":
     for letter, axes, model in zip("ab", figure.subplots(1, 2), MODELS, strict=True):
         axes.set_title(f"({letter}) {title(model)}")
         runs = {norm: found for norm in NORMS if (found := outcomes.select(results, model, norm))}
-        if not runs:
-            axes.text(0.5, 0.5, "not run", transform=axes.transAxes, ha="center", va="center")
-            continue
-        curves.draw(axes, runs, "epoch")
-        curves.limit_errors(axes, [run for found in runs.values() for run in found])
-        axes.set_ylabel("error (%)")
-        axes.legend(fontsize=8)
+        if runs:
+            curves.draw(axes, runs, "epoch")
+            curves.limit_errors(axes, [run for found in runs.values() for run in found])
+            axes.set_ylabel("error (%)")
+            axes.legend(fontsize=8)
+        curves.note_missing(axes, [norm for norm in NORMS if norm not in runs])
     return figure
 
 

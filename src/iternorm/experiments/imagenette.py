@@ -4,12 +4,12 @@ Reproduces: none of the paper's numbers. It is Table 2's comparison on images th
 Imagenette, ten classes, cut to 128x128; batch 256, SGD with Nesterov momentum 0.9, weight decay 1e-4, learning rate
 0.1 divided by 10 after 60, 120 and 180 of 200 epochs; T=5, groups of 64; three seeds.
 Claim: what the paper concludes from Table 2, asked of these images.
-Command: iternorm run imagenette --data FOLDER --device cuda && iternorm plot imagenette
+Command: iternorm run imagenette --data "$ITERNORM_DATA" --device cuda && iternorm plot imagenette
 Cost: estimated, not measured: 15 runs of about a minute on an H200.
 The paper got: nothing on these images.
 Departures: those of Table 2, and the images, their size and number, the epochs (twice the paper's, because one has so
-few steps), three seeds. The images lie on the device, where they are cut and coloured. FOLDER/imagenette has train/ and
-val/ with a folder for each class; a result's file says how many images they had.
+few steps), three seeds. The images lie on the device, where they are cut and coloured. They are in imagenette/ in the
+folder of data sets, as train/CLASS/ and val/CLASS/; a result's file says how many there were.
 """
 
 from collections.abc import Sequence
@@ -51,13 +51,13 @@ def jobs(plan: Plan) -> list[Config]:
 
 
 def plot(results: Sequence[Result]) -> "Figure":
-    """The errors of the variants, and their curves."""
+    """The errors of the variants, mean and deviation over the seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
     found = {NAMES[norm]: row for norm, row in zip(NORMS, compare(results), strict=True)}
-    outcomes.draw_numbers(axes, found)
+    outcomes.draw_numbers(axes, found, NORMS)
     axes.set_title(f"{resnet_imagenet.title(MODEL)}, Imagenette")
     return figure
 

@@ -92,7 +92,9 @@ def draw(axes: Sequence[Any], results: Sequence[Result], model: str, paper: Numb
     """Two panels of a network, top-1 and top-5."""
     found = compare(results, model, paper)
     for index, (panel, place) in enumerate(zip(axes, COLUMNS, strict=True)):
-        outcomes.draw_numbers(panel, dict(zip(map(NAMES.__getitem__, paper), found[index::2], strict=True)))
+        outcomes.draw_numbers(
+            panel, dict(zip(map(NAMES.__getitem__, paper), found[index::2], strict=True)), list(paper)
+        )
         panel.set_title(f"{title(model)}, ImageNet, {place}")
 
 

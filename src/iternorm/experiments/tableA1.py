@@ -2,7 +2,7 @@
 
 Reproduces: the paper's Table A1: 64 samples of 32x32, with 64 and with 128 channels.
 Claim: IterNorm costs about as much as a convolution, and half of DBN or less.
-Command: iternorm run tableA1 [--device cuda] && iternorm plot tableA1
+Command: iternorm run tableA1 --device cuda && iternorm plot tableA1
 Cost: about a minute on two cores.
 The paper got: on a TITAN Xp, 64 / 128 channels, in ms: cudnn convolution 5.65 / 13.62, DBN 15.92 / 35.02, IterNorm with
 T=3 6.59 / 13.32, T=5 7.40 / 13.92, T=7 8.21 / 14.68.
@@ -18,6 +18,7 @@ import torch
 
 from iternorm import bench
 
+from . import palette
 from .findings import Claim, Comparison, measured
 from .registry import Context, Plan
 from .results import Config, Result, Row
@@ -117,13 +118,16 @@ def plot(results: Sequence[Result]) -> "Figure":
         names = [row["name"] for row in result.rows]
         heights = range(len(names))
         ratios = [row["ratio_to_convolution"] for row in result.rows]
-        axes.barh(heights, ratios, color="#0072b2", height=0.6, label="measured")
+        colors = [palette.color_of(_norm(name)) or palette.GREY for name in names]
+        axes.barh(heights, ratios, color=colors, height=0.6)
         paper = [(row["paper_ratio_to_convolution"], height) for row, height in zip(result.rows, heights, strict=True)]
         known = [point for point in paper if point[0] is not None]
         axes.scatter(
             [x for x, _ in known],
             [y for _, y in known],
-            color="#d55e00",
+            color="white",
+            edgecolors=palette.PAPER,
+            marker="D",
             zorder=3,
             s=25,
             label="the paper (TITAN Xp, 2019)",
@@ -138,6 +142,11 @@ def plot(results: Sequence[Result]) -> "Figure":
         axes.set(xlabel="time / time of a 3x3 convolution", title=f"{shape}, {result.config['device']}")
     figure.axes[0].legend(fontsize=8, loc="lower right")
     return figure
+
+
+def _norm(name: str) -> str:
+    """The norm of a row, of which an IterNorm has the colour of its group, whatever its T."""
+    return re.sub(r"^(?:IterNorm|authors') T=\d (d=\d+).*", r"IterNorm T=5 \1", name)
 
 
 def compare(results: Sequence[Result]) -> list[Comparison]:
