@@ -12,12 +12,12 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from iternorm.analysis.report import write_text_atomically
-from iternorm.experiments import vgg_cifar
+from iternorm.experiments.families import vgg_cifar
+from iternorm.experiments.jobs.registry import Context, Plan
 from iternorm.experiments.recipe import Recipe
-from iternorm.experiments.registry import Context, Plan
-from iternorm.experiments.train import train
-from iternorm.provenance import provenance
+from iternorm.experiments.training.train import train
+from iternorm.report.files import write_text_atomically
+from iternorm.report.provenance import provenance
 
 NORMS = ("BN", "IterNorm T=5 d=64", "IterNorm T=5", "DBN-16")
 PRECISIONS = ("fp32", "tf32", "bf16")

@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from iternorm.bench import cuda
+from iternorm.bench import gpu as cuda
 
 
 def main() -> None:

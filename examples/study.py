@@ -14,7 +14,7 @@ from functools import partial
 from torch import nn
 
 from iternorm import IterNorm2d
-from iternorm.experiments import data
+from iternorm.experiments.data import datasets
 from iternorm.experiments.study import (
     Claim,
     Comparison,
@@ -56,7 +56,7 @@ def network(recipe: Recipe, source: Source) -> nn.Module:
 
 def source(recipe: Recipe, device: str, *, rank: int, world_size: int) -> Source:
     """My data: any tensors of images and labels. Batches, order and augmentation are the recipe's."""
-    train, test = data.load("digits", "train"), data.load("digits", "test")
+    train, test = datasets.load("digits", "train"), datasets.load("digits", "test")
     return TensorSource(recipe, device, train, test, rank=rank, world_size=world_size)
 
 
@@ -86,7 +86,7 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
 def claims(results: Sequence[Result]) -> list[Claim]:
     """Three seeds and two standard errors decide; see `iternorm.experiments.rule`."""
     runs = by(results, "norm")
-    num_test = len(data.load("digits", "test").labels)
+    num_test = len(datasets.load("digits", "test").labels)
     return [
         claim_lower(
             f"IterNorm has a lower test error than {other} (%)",

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
+from page_checks import assert_self_contained
 from typer.testing import CliRunner
 
 from iternorm import cli
 from iternorm.analysis import ModelAnalysis
-from page_checks import assert_self_contained
 
 MODELS = """
 import torch

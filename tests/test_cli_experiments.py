@@ -5,14 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_experiment
 import torch
 from typer.testing import CliRunner
 
-import tiny_experiment
 from iternorm import cli
-from iternorm.experiments import console, data, locks, ray_sweep, registry, results
-from iternorm.experiments.registry import Experiment
-from iternorm.threads import num_threads
+from iternorm.experiments.data import datasets as data
+from iternorm.experiments.jobs import console, locks, ray_sweep, registry, results
+from iternorm.experiments.jobs.registry import Experiment
+from iternorm.timing.threads import num_threads
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def tiny(monkeypatch):
     """The tiny experiment beside the others."""
     monkeypatch.setattr(tiny_experiment, "__doc__", "Tiny: nothing.\n\nCommand: iternorm run tiny\nCost: an hour.")
     monkeypatch.setattr(registry, "EXPERIMENTS", ("fig1", "tiny"))
-    monkeypatch.setitem(sys.modules, "iternorm.experiments.tiny", tiny_experiment)
+    monkeypatch.setitem(sys.modules, "iternorm.experiments.paper.tiny", tiny_experiment)
     return Experiment("tiny", tiny_experiment)
 
 

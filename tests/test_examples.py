@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import iternorm
 from checks import ended_well
+
+import iternorm
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -2,9 +2,12 @@
 
 import re
 import shlex
+import warnings
 from pathlib import Path
 
 import pytest
+
+from iternorm import SmallBatchWarning
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/math.md", "docs/reproduction.md"]
@@ -23,8 +26,11 @@ def test_the_readmes_code_runs():
     code = blocks("README.md", "python")
     assert len(code) >= 3
     namespace = {}
-    for block in code:
-        exec(block, namespace)
+    with warnings.catch_warnings():
+        # The one about small batches too: an example shows how it should be done.
+        warnings.simplefilter("error", SmallBatchWarning)
+        for block in code:
+            exec(block, namespace)
 
 
 def commands(name):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from checks import correlated, covariance_of, covariance_with, relative_error, samples_of
 from torch.nn import functional as F
 
-from checks import correlated, covariance_of, covariance_with, relative_error, samples_of
 from iternorm import reference
 
 

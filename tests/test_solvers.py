@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from checks import covariance_with, relative_error
+
 from iternorm import reference, solvers
 
 EXACT = ("zca", "pca", "cholesky")

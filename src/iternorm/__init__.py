@@ -1,11 +1,29 @@
 """Whitening normalization for PyTorch: the one list of public names."""
 
 from iternorm import functional, reference, solvers
-from iternorm.calibrate import freeze, recalibrate, unfreeze
-from iternorm.convert import ConversionReport, convert_batchnorm, convert_sync_iternorm, convert_to_batchnorm
-from iternorm.features import DecorrelatedLinear, decorrelate_features
-from iternorm.fold import Folded, FoldTable, fold
-from iternorm.fold_layers import (
+from iternorm.layers.base import (
+    DecorrelatedBatchNorm1d,
+    DecorrelatedBatchNorm2d,
+    DecorrelatedBatchNorm3d,
+    IterNorm1d,
+    IterNorm2d,
+    IterNorm3d,
+    SmallBatchWarning,
+)
+from iternorm.layers.lazy import (
+    LazyDecorrelatedBatchNorm1d,
+    LazyDecorrelatedBatchNorm2d,
+    LazyDecorrelatedBatchNorm3d,
+    LazyIterNorm1d,
+    LazyIterNorm2d,
+    LazyIterNorm3d,
+)
+from iternorm.layers.sync import SyncIterNorm
+from iternorm.models.calibrate import freeze, recalibrate, unfreeze
+from iternorm.models.convert import ConversionReport, convert_batchnorm, convert_sync_iternorm, convert_to_batchnorm
+from iternorm.models.features import DecorrelatedLinear, decorrelate_features
+from iternorm.models.fold.model import Folded, FoldTable, fold
+from iternorm.models.fold.weights import (
     eval_map,
     fold_into_next,
     fold_into_next_layer,
@@ -13,15 +31,6 @@ from iternorm.fold_layers import (
     fold_into_previous_layer,
     fold_pointwise,
 )
-from iternorm.modules import (
-    DecorrelatedBatchNorm1d,
-    DecorrelatedBatchNorm2d,
-    DecorrelatedBatchNorm3d,
-    IterNorm1d,
-    IterNorm2d,
-    IterNorm3d,
-)
-from iternorm.sync import SyncIterNorm
 
 __version__ = "0.1.0"
 
@@ -36,6 +45,13 @@ __all__ = [
     "IterNorm1d",
     "IterNorm2d",
     "IterNorm3d",
+    "LazyDecorrelatedBatchNorm1d",
+    "LazyDecorrelatedBatchNorm2d",
+    "LazyDecorrelatedBatchNorm3d",
+    "LazyIterNorm1d",
+    "LazyIterNorm2d",
+    "LazyIterNorm3d",
+    "SmallBatchWarning",
     "SyncIterNorm",
     "convert_batchnorm",
     "convert_sync_iternorm",

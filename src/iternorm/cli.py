@@ -71,7 +71,7 @@ def _require(*packages: str) -> None:
 
 def _check_outputs(*paths: Path | None) -> None:
     """Fail before the work, not after it, where a file cannot be written."""
-    from iternorm.analysis.report import check_writable
+    from iternorm.report.html import check_writable
 
     for path in paths:
         if path is not None:
@@ -84,13 +84,13 @@ def _one_of(*choices: str) -> Callable[[str], list[str]]:
 
 
 def _ids(incomplete: str) -> list[str]:
-    from iternorm.experiments.registry import EXPERIMENTS
+    from iternorm.experiments.jobs.registry import EXPERIMENTS
 
     return _one_of(*EXPERIMENTS, "all")(incomplete)
 
 
 def _data_sets(incomplete: str) -> list[str]:
-    from iternorm.experiments.data import DATA_SETS
+    from iternorm.experiments.data.datasets import DATA_SETS
 
     return _one_of(*DATA_SETS)(incomplete)
 
@@ -152,8 +152,8 @@ def demo(
 ) -> None:
     """Train the paper's MLP on handwritten digits with four normalizations and write a report (about half a minute)."""
     _require("sklearn", "matplotlib")
-    from iternorm.experiments import demo as experiment
-    from iternorm.experiments import demo_report
+    from iternorm.experiments.demo import page as demo_report
+    from iternorm.experiments.demo import runs as experiment
 
     experiment.check_arguments(epochs, seed)
     _check_outputs(out / "report.html")
@@ -189,24 +189,24 @@ def bench(
         if json is not None:
             from json import dumps
 
-            from iternorm.analysis.report import write_text_atomically
+            from iternorm.report.files import write_text_atomically
 
             write_text_atomically(json, dumps(result, indent=1) + "\n")
 
     with _progress() as progress:
         if device == "cuda":
-            task = progress.add_task("timing", total=benchmark.cuda.count_parts(quick))
+            task = progress.add_task("timing", total=benchmark.gpu.count_parts(quick))
 
             def done(part: str) -> None:
                 progress.update(task, advance=1, description=part)
 
-            result = benchmark.cuda.run(rounds=rounds, quick=quick, progress=done, save=save)
+            result = benchmark.gpu.run(rounds=rounds, quick=quick, progress=done, save=save)
         else:
             task = progress.add_task("timing", total=benchmark.count_timings(rounds=rounds))
             result = benchmark.run(rounds=rounds, threads=threads, progress=lambda: progress.update(task, advance=1))
     save(result)
     if device == "cuda":
-        console.print("\n".join(benchmark.cuda.lines(result)), highlight=False, markup=False, soft_wrap=True)
+        console.print("\n".join(benchmark.gpu.lines(result)), highlight=False, markup=False, soft_wrap=True)
     else:
         for case in result["cases"]:
             console.print(benchmark.table(case))
@@ -254,7 +254,7 @@ def analyze(
     """Show conditioning, correlation, batch noise and drift of every normalization layer of a model."""
     from iternorm.analysis import Whitening
     from iternorm.analysis import analyze as analyze_model
-    from iternorm.experiments import inputs
+    from iternorm.experiments.data import inputs
 
     sizes = _batch_sizes(snd)
     others = None if not alternative else [Whitening.parse(label) for label in alternative]
@@ -298,7 +298,7 @@ def ls(smoke: _Smoke = False, data: _Data = None, results: _Results = Path("resu
     """List the experiments, one for each figure and table of the paper, and how much of each is done here."""
     from rich.table import Table
 
-    from iternorm.experiments import registry
+    from iternorm.experiments.jobs import registry
 
     table = Table("id", "what", "cost", "results", box=None, pad_edge=False)
     unusable: list[str] = []
@@ -353,8 +353,8 @@ def run(
     results: _Results = Path("results"),
 ) -> None:
     """Run what is not finished of experiments, and keep the results; several such commands may run side by side."""
-    from iternorm.experiments import console as screen
-    from iternorm.experiments import registry, sweep
+    from iternorm.experiments.jobs import console as screen
+    from iternorm.experiments.jobs import registry, sweep
 
     chosen, plan = registry.get_all(experiments), registry.Plan(smoke, device, seeds)
     # Tensors of the small size are so small that threads only wait for each other: all of it took half a minute of
@@ -370,7 +370,7 @@ def run(
         bars = screen.Bars(progress, jobs)
         if ray is not None:
             _require("ray")
-            from iternorm.experiments import ray_sweep
+            from iternorm.experiments.jobs import ray_sweep
 
             address = None if ray == "local" else ray
             outcomes = ray_sweep.run(
@@ -413,7 +413,7 @@ def plot(
 ) -> None:
     """Draw an experiment's figure from the results that are there."""
     _require("matplotlib")
-    from iternorm.experiments import registry
+    from iternorm.experiments.jobs import registry
 
     chosen = registry.get_all(experiments)
     if out is not None and len(chosen) > 1:
@@ -439,7 +439,8 @@ def report(
 ) -> None:
     """Write the report: the paper's claims and numbers beside ours, for every figure and table."""
     _require("matplotlib")
-    from iternorm.experiments import registry, reproduction
+    from iternorm.experiments.evidence import reproduction
+    from iternorm.experiments.jobs import registry
 
     for path in reproduction.write(results, out, registry.get_all(experiments) if experiments else None):
         console.print(f"Written: {path}", highlight=False, soft_wrap=True, markup=False)

@@ -10,12 +10,19 @@ the torch path for the rest.
 plainly. An implementation that is named and cannot run raises.
 """
 
+import numbers
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
-from iternorm import collective, fused, groups, ops, plain, reference
-from iternorm.native import build, verbs
+from iternorm import reference
+from iternorm.backends.native import build, verbs
+from iternorm.backends.torch import plain
+from iternorm.whitening import collective, fused, groups, modes, ops
 
 IMPLS = ("auto", "triton", "native", "torch", "reference")
 ACTIVATIONS = ("relu",)
@@ -69,7 +76,27 @@ def iter_norm(
         >>> y.shape
         torch.Size([32, 8, 4, 4])
     """
-    check_num_iters(num_iters)
+    tensors = (input, running_mean, running_whitening, weight, bias, running_covariance, num_batches_tracked)
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            iter_norm,
+            tensors,
+            input,
+            running_mean,
+            running_whitening,
+            weight,
+            bias,
+            training,
+            momentum,
+            eps,
+            running_covariance=running_covariance,
+            num_batches_tracked=num_batches_tracked,
+            group_size=group_size,
+            num_iters=num_iters,
+            impl=impl,
+            activation=activation,
+        )
+    num_iters = check_num_iters(num_iters)
     return _normalize(
         input,
         running_mean,
@@ -110,6 +137,26 @@ def decorrelated_batch_norm(
 
     As `iter_norm`, with `solver` "zca" (the paper's DBN), "pca" or "cholesky" in place of the Newton iteration.
     """
+    tensors = (input, running_mean, running_whitening, weight, bias, running_covariance, num_batches_tracked)
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            decorrelated_batch_norm,
+            tensors,
+            input,
+            running_mean,
+            running_whitening,
+            weight,
+            bias,
+            training,
+            momentum,
+            eps,
+            running_covariance=running_covariance,
+            num_batches_tracked=num_batches_tracked,
+            group_size=group_size,
+            solver=solver,
+            impl=impl,
+            activation=activation,
+        )
     check_solver(solver)
     return _normalize(
         input,
@@ -148,9 +195,7 @@ def _normalize(
     activation: str | None,
 ) -> Tensor:
     check_input(x)
-    check_group_size(group_size)
-    check_eps(eps)
-    check_momentum(momentum)
+    group_size, eps, momentum = check_group_size(group_size), check_eps(eps), check_momentum(momentum)
     check_impl(impl)
     check_activation(activation)
     num_features = x.shape[1]
@@ -206,6 +251,10 @@ def normalize(
     `group_size` is that of a full group (`groups.effective_size`), `impl` what `choose_impl` says. With a process group
     the statistics are those of the batches of all its ranks.
     """
+    if process_group is None and x.numel() == 0:
+        # Nothing to whiten and nothing to learn from: gradients of zero, and the statistics stay.
+        return _activated(reference.scale_and_shift(x.clone(), weight, bias).to(x.dtype), activation)
+
     if not training and statistics is not None:
         with torch.no_grad():
             dtype = plain.compute_dtype(x.dtype)
@@ -216,12 +265,12 @@ def normalize(
             return fused.infer_fused(x, whitening, mean, weight, bias, group_size, activation is not None)
         return _activated(apply(x, whitening, mean, weight, bias, group_size), activation)
 
-    if process_group is None and x.numel() // x.shape[1] <= 1:
+    if process_group is None and x.numel() == x.shape[1]:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {list(x.shape)}; "
             "use a larger batch, or eval mode"
         )
-    if impl == "triton":
+    if impl == "triton" and not modes.is_transformed():
         settings = fused.Settings(group_size, solver, num_iters, eps, activation is not None)
         return fused.whiten_fused(x, weight, bias, settings, statistics)
     if impl == "reference":
@@ -278,10 +327,10 @@ def _reference(x, weight, bias, group_size, solver, num_iters, eps):
         group_size,
         eps,
     )
-    y = reference.scale_and_shift(whitened, weight, bias).to(x.dtype)
+    y = plain.empty_output(x).copy_(reference.scale_and_shift(whitened, weight, bias))
     parts = groups.parts(x.shape[1], group_size)
     whitening = groups.pad([torch.stack(matrices[p.first : p.first + p.count]) for p in parts])
-    covariance = plain.moments(x.detach(), group_size)[1]
+    covariance = ops.centered_moments(x.detach(), group_size)[2]
     return y, mean.detach(), covariance, whitening.detach()
 
 
@@ -298,7 +347,7 @@ def check_activation(activation: str | None) -> None:
 def choose_impl(
     impl: str, x: Tensor, group_size: int, solver: str, process_group: collective.Group | None = None
 ) -> str:
-    """What `impl` means for this input: "auto" is the Triton kernels, or left to the verbs (see `iternorm.ops`).
+    """What `impl` means for this input: "auto" is the Triton kernels, or left to the verbs (see `iternorm.whitening.ops`).
 
     The Triton kernels do not know a process group.
     """
@@ -310,8 +359,8 @@ def choose_impl(
             raise ValueError(f'impl="triton" cannot run: {reason}; use impl="auto"')
     if impl == "native":
         reason = verbs.unsupported(x)
-        # A compiler of graphs cannot look into building; then it is the call that raises.
-        if reason is None and not torch.compiler.is_compiling():
+        # A compiler of graphs cannot look into building, and a fake tensor needs none: then it is the call that raises.
+        if reason is None and not modes.is_recorded(x):
             reason = build.failure(x.dtype)
         if reason is not None:
             raise ValueError(f'impl="native" cannot run: {reason}; use impl="auto"')
@@ -331,24 +380,37 @@ def check_input(x: Tensor) -> None:
         raise ValueError(f"input has no channels: shape {list(x.shape)}; the second dimension must be at least 1")
 
 
-def _is_integer(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def integer(name: str, value: Any, meaning: str) -> int:
+    """A Python int of anything that counts as one (numpy's integers do), but not of a bool."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name}={value!r} is not an integer; give {meaning}")
 
 
-def check_group_size(group_size: int | None) -> None:
+def number(name: str, value: Any, meaning: str) -> float:
+    """A Python float of a real number (numpy's are), but not of a bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} is not a number; give {meaning}")
+    return float(value)
+
+
+def check_group_size(group_size: Any) -> int | None:
     if group_size is None:
-        return
-    if not _is_integer(group_size):
-        raise TypeError(f"group_size={group_size!r} is not an integer; give the number of channels a group, or None")
-    if group_size < 1:
+        return None
+    result = integer("group_size", group_size, "the number of channels a group, or None")
+    if result < 1:
         raise ValueError(f"group_size={group_size} must be at least 1; use None to whiten all channels together")
+    return result
 
 
-def check_num_iters(num_iters: int) -> None:
-    if not _is_integer(num_iters):
-        raise TypeError(f"num_iters={num_iters!r} is not an integer; give the number of Newton steps, 5 by default")
-    if num_iters < 0:
+def check_num_iters(num_iters: Any) -> int:
+    result = integer("num_iters", num_iters, "the number of Newton steps, 5 by default")
+    if result < 0:
         raise ValueError(f"num_iters={num_iters} must be at least 0; the paper uses 5")
+    return result
 
 
 def check_solver(solver: str) -> None:
@@ -356,17 +418,17 @@ def check_solver(solver: str) -> None:
         raise ValueError(f"solver={solver!r} is not known; choose one of 'zca', 'pca', 'cholesky'")
 
 
-def check_eps(eps: float) -> None:
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"eps={eps!r} is not a number; give a small positive one, 1e-5 by default")
-    if not 0 < eps < float("inf"):
+def check_eps(eps: Any) -> float:
+    result = number("eps", eps, "a small positive one, 1e-5 by default")
+    if not 0 < result < float("inf"):
         raise ValueError(f"eps={eps} must be positive and finite; it keeps the covariance invertible, 1e-5 by default")
+    return result
 
 
-def check_momentum(momentum: float | None) -> None:
+def check_momentum(momentum: Any) -> float | None:
     if momentum is None:
-        return
-    if isinstance(momentum, bool) or not isinstance(momentum, (int, float)):
-        raise TypeError(f"momentum={momentum!r} is not a number; give one from 0 to 1, or None for the average of all")
-    if not 0 <= momentum <= 1:
+        return None
+    result = number("momentum", momentum, "one from 0 to 1, or None for the average of all")
+    if not 0 <= result <= 1:
         raise ValueError(f"momentum={momentum} must be from 0 to 1; None is the average of all batches")
+    return result

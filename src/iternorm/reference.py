@@ -5,22 +5,45 @@ paper's: X is ``[d, m]`` (channels of one group by samples), Σ its covariance, 
 tuned, and no fast path imports it. Gradients come from autograd, to any order.
 """
 
+import operator
+
 import torch
 from torch import Tensor
+
+from iternorm.solvers import most_steps
 
 
 def newton(covariance: Tensor, num_iters: int) -> Tensor:
     """Algorithm 1, lines 7-12: Σ^{-1/2} by T Newton steps on the trace-normalized covariance (math.md, Eq. 5-7).
 
-    This is the paper's own form of the iteration. It is exact for the T of practice and loses accuracy past
-    convergence (T above about 10), which is why `iternorm.solvers.newton` computes the same polynomial another way.
+    Up to the paper's largest T, 9, this is its own form of the iteration. Past convergence that form multiplies its
+    rounding, so a larger T is computed by Eq. 8: see `_many_steps`.
     """
-    trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    trace = _trace(covariance)
     normalized = covariance / trace
     P = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device).expand_as(covariance)
-    for _ in range(num_iters):
-        P = (3 * P - P @ P @ P @ normalized) / 2
+    if num_iters > 9:
+        P = _many_steps(normalized, min(num_iters, most_steps(covariance.dtype)))
+    else:
+        for _ in range(num_iters):
+            P = (3 * P - P @ P @ P @ normalized) / 2
     return P / trace.sqrt()
+
+
+def _many_steps(normalized: Tensor, num_iters: int) -> Tensor:
+    """P_T by Eq. 8, up to a step that would lower the trace of R (math.md, section 3, "Many steps")."""
+    identity = torch.eye(normalized.shape[-1], dtype=normalized.dtype, device=normalized.device)
+    P, R = identity, normalized
+    for _ in range(num_iters):
+        M = (3 * identity - R) / 2
+        P, following = P @ M, M @ R @ M
+        # With R = I the steps that follow change nothing.
+        R = torch.where(_trace(following) < _trace(R) - 0.5, identity, following)
+    return P
+
+
+def _trace(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
 
 
 def zca(covariance: Tensor) -> Tensor:
@@ -49,7 +72,7 @@ def whiten(x: Tensor, solver, group_size: int | None = None, eps: float = 1e-5) 
         The whitened activation, the mean ``[C]`` and the whitening matrices, one ``[d, d]`` a group.
     """
     outputs, means, matrices = [], [], []
-    for group in x.split(group_size or x.shape[1], dim=1):
+    for group in x.split(operator.index(group_size) if group_size else x.shape[1], dim=1):
         X = group.transpose(0, 1).reshape(group.shape[1], -1)  # [d, m]
         mean = X.mean(1, keepdim=True)  # [d, 1]
         centered = X - mean

@@ -6,17 +6,34 @@ differentiable. `solve` and `solve_backward` are the same computations without a
 own backward. Derivations: docs/math.md, sections 3 and 4.
 """
 
+import math
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from iternorm.whitening import modes
 
 SOLVERS = ("newton", "zca", "pca", "cholesky")
+# In so few steps no eigenvalue grows from the size of rounding to 1; after them the iteration is watched.
+UNWATCHED_STEPS = 12
+
+
+def most_steps(dtype: torch.dtype) -> int:
+    """The most steps that Newton's iteration takes: 24 in fp32, 49 in fp64 (math.md, section 3, "Many steps").
+
+    A small eigenvalue of R grows by 9/4 a step. These bring one that is rounding itself beside the trace to 1, and
+    leave four more for it to converge.
+    """
+    return math.ceil(4 - math.log(torch.finfo(dtype).eps, 9 / 4))
 
 
 def newton(covariance: Tensor, num_iters: int) -> Tensor:
     """Σ^{-1/2} approximated by `num_iters` Newton steps on the trace-normalized covariance (math.md, Eq. 8-9).
 
     The same polynomial as the paper's P-form for every `num_iters` from 0, computed in a coupled form that stays
-    accurate past convergence.
+    accurate past convergence. Many steps are ZCA: those beyond `most_steps` are not taken, and where rounding has left
+    a negative eigenvalue, the iteration stops before it has grown (section 3, "Many steps").
 
     Example:
         >>> covariance = torch.tensor([[4.0, 0.0], [0.0, 1.0]])
@@ -24,20 +41,25 @@ def newton(covariance: Tensor, num_iters: int) -> Tensor:
         tensor([[0.5000, 0.0000],
                 [0.0000, 1.0000]])
     """
+    if modes.is_transformed():
+        return composed(covariance, "newton", num_iters)
     return _Solve.apply(covariance, "newton", num_iters)  # pyright: ignore[reportReturnType]
 
 
 def zca(covariance: Tensor) -> Tensor:
     """D Λ^{-1/2} Dᵀ by eigendecomposition: the symmetric whitening matrix (math.md, Eq. 13)."""
-    return _Solve.apply(covariance, "zca", 0)  # pyright: ignore[reportReturnType]
+    return _Zca.apply(covariance)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
 def pca(covariance: Tensor) -> Tensor:
     """Λ^{-1/2} Dᵀ: whitening along the principal axes, largest variance first (math.md, Eq. 16).
 
     Each eigenvector is signed so that its component of largest magnitude is positive. Axes with equal eigenvalues
-    are arbitrary within their subspace; the gradient along such an ambiguity is taken as zero.
+    are arbitrary within their subspace; the gradient along such an ambiguity is taken as zero, but inside `torch.func`
+    and forward-mode differentiation, which take the derivative of `torch.linalg.eigh` and need distinct eigenvalues.
     """
+    if modes.is_transformed():
+        return composed(covariance, "pca")
     return _Solve.apply(covariance, "pca", 0)  # pyright: ignore[reportReturnType]
 
 
@@ -46,7 +68,21 @@ def cholesky(covariance: Tensor) -> Tensor:
 
     A matrix that is not positive definite in the working precision gives NaN, without a synchronization.
     """
+    if modes.is_transformed():
+        return composed(covariance, "cholesky")
     return _Solve.apply(covariance, "cholesky", 0)  # pyright: ignore[reportReturnType]
+
+
+def composed(covariance: Tensor, solver: str, num_iters: int = 0) -> Tensor:
+    """The whitening matrix by operators that torch differentiates itself, in any mode: for function transforms."""
+    if solver == "newton":
+        return _newton(covariance, num_iters)[0]
+    if solver == "cholesky":
+        return _cholesky(covariance)
+    if solver == "pca":
+        return _pca_from_eigh(*_eigh(covariance))
+    # ZCA's own derivative, which is exact for equal eigenvalues, is a Python function, which a trace cannot save.
+    return _zca_from_eigh(*_eigh(covariance)) if modes.is_traced() else zca(covariance)
 
 
 def solve(covariance: Tensor, solver: str, num_iters: int, keep: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -55,8 +91,9 @@ def solve(covariance: Tensor, solver: str, num_iters: int, keep: bool = False) -
     With `keep`, that includes 2 T - 2 matrices of Newton's iteration, which would otherwise be computed once more.
     The solver "newton_triton" is newton in kernels, for batches of fp32 matrices on a GPU.
     """
+    num_iters = min(num_iters, most_steps(covariance.dtype))
     if solver == "newton_triton":
-        from iternorm.kernels import iteration
+        from iternorm.backends.triton import iteration
 
         whitening, kept = iteration.solve(covariance, num_iters)
         return whitening, (kept,) if keep else ()
@@ -67,7 +104,7 @@ def solve(covariance: Tensor, solver: str, num_iters: int, keep: bool = False) -
         return _cholesky(covariance), ()
     eigenvalues, vectors = _eigh(covariance)
     if solver == "zca":
-        return (vectors * eigenvalues.rsqrt()[..., None, :]) @ vectors.mT, (eigenvalues, vectors)
+        return _zca_from_eigh(eigenvalues, vectors), (eigenvalues, vectors)
     return _pca_from_eigh(eigenvalues, vectors), (eigenvalues, vectors)
 
 
@@ -75,8 +112,9 @@ def solve_backward(
     grad: Tensor, covariance: Tensor, whitening: Tensor, saved: tuple[Tensor, ...], solver: str, num_iters: int
 ) -> Tensor:
     """The symmetric gradient for the covariance, given the gradient for the whitening matrix."""
+    num_iters = min(num_iters, most_steps(covariance.dtype))
     if solver == "newton_triton":
-        from iternorm.kernels import iteration
+        from iternorm.backends.triton import iteration
 
         kept = saved[0] if saved else iteration.solve(covariance, num_iters)[1]
         return iteration.solve_backward(grad, covariance, whitening, kept, num_iters)
@@ -90,6 +128,8 @@ def solve_backward(
 
 
 class _Solve(torch.autograd.Function):
+    """Newton, PCA and Cholesky with their analytic backward."""
+
     @staticmethod
     def forward(ctx, covariance, solver, num_iters):
         whitening, saved = solve(covariance, solver, num_iters)
@@ -100,13 +140,95 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         covariance, whitening, *saved = ctx.saved_tensors
-        # A graph of the backward is wanted, so the eigenpairs must carry their dependence on the covariance. The
+        # A graph of the backward is wanted, so PCA's eigenpairs must carry their dependence on the covariance. The
         # other two solvers use only the input and the output, which autograd already follows.
-        if saved and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if ctx.solver == "zca":
-                return _ZcaBackward.apply(grad, covariance, *saved), None, None
+        if saved and modes.wants_graph(grad):
             saved = _eigh(covariance)
         return solve_backward(grad, covariance, whitening, tuple(saved), ctx.solver, ctx.num_iters), None, None
+
+
+class _Zca(torch.autograd.Function):
+    """ZCA, whose derivative is symmetric: forward and reverse mode are the same map (Eq. 14).
+
+    The eigenpairs are outputs so that the derivatives need not compute them again; they have no gradient of their own.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(covariance):
+        eigenvalues, vectors = _eigh(covariance)
+        return _zca_from_eigh(eigenvalues, vectors), eigenvalues, vectors
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, eigenvalues, vectors = output
+        ctx.mark_non_differentiable(eigenvalues, vectors)
+        ctx.save_for_backward(*inputs, eigenvalues, vectors)
+        ctx.save_for_forward(*inputs, eigenvalues, vectors)
+
+    @staticmethod
+    def backward(ctx, grad, *_unused):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _ZcaDerivative.apply(grad, *ctx.saved_tensors)
+
+    @staticmethod
+    def jvp(ctx, tangent):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _ZcaDerivative.apply(tangent, *ctx.saved_tensors), None, None
+
+
+class _ZcaDerivative(torch.autograd.Function):
+    """The derivative of ZCA at a covariance, applied to a direction: linear in it, and symmetric."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(direction, covariance, eigenvalues, vectors):
+        return _zca_backward(direction, eigenvalues, vectors)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        direction, *point = ctx.saved_tensors
+        return _ZcaDerivative.apply(grad, *point), _ZcaSecond.apply(direction, grad, *point[1:]), None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, covariance_tangent, *_unused):  # pyright: ignore[reportIncompatibleMethodOverride]
+        direction, *point = ctx.saved_tensors
+        parts = []
+        if tangent is not None:
+            parts.append(_ZcaDerivative.apply(tangent, *point))
+        if covariance_tangent is not None:
+            parts.append(_ZcaSecond.apply(direction, covariance_tangent, *point[1:]))
+        return sum(parts[1:], parts[0])
+
+
+class _ZcaSecond(torch.autograd.Function):
+    """The second derivative of ZCA in two directions, by second divided differences (Eq. 15). It has no third."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(first, second, eigenvalues, vectors):
+        roots = eigenvalues.sqrt()
+        i, j, k = roots[..., :, None, None], roots[..., None, :, None], roots[..., None, None, :]
+        differences = (i + j + k) / (i * j * k * (i + j) * (j + k) * (i + k))
+        left = vectors.mT @ _symmetric(first) @ vectors
+        right = vectors.mT @ _symmetric(second) @ vectors
+        inner = (differences * left[..., :, None, :] * right.mT[..., None, :, :]).sum(-1)
+        return vectors @ (inner + inner.mT) @ vectors.mT
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise NotImplementedError("the third derivative of ZCA is not implemented; use solvers.newton with large T")
 
 
 def _symmetric(matrix: Tensor) -> Tensor:
@@ -125,7 +247,8 @@ def _newton(covariance: Tensor, num_iters: int) -> tuple[Tensor, list[Tensor], l
     """The whitening matrix, R_0..R_{T-1} and Z_1..Z_{T-1}.
 
     The residual form (Eq. 8-9) with M = (3 I - R)/2 multiplied out: a step is three products with their sums, and
-    rounding meets R and not M, which is larger in the first steps (errors a third of those of M's form).
+    rounding meets R and not M, which is larger in the first steps (errors a third of those of M's form). Where
+    the iteration stops early R is zero from then on.
     """
     trace = _trace(covariance)
     identity = _identity_like(covariance)
@@ -134,13 +257,18 @@ def _newton(covariance: Tensor, num_iters: int) -> tuple[Tensor, list[Tensor], l
     residual = (covariance / trace).reshape(-1, *covariance.shape[-2:])
     iterate = torch.add(1.5 * identity, residual, alpha=-0.5)
     residuals, iterates = [residual], []
-    for _ in range(num_iters - 1):
+    for k in range(1, num_iters):
         inner = torch.baddbmm(residual, residual, residual, beta=-1.5, alpha=0.25)
-        residual = torch.baddbmm(residual, residual, inner, beta=2.25)
-        residuals.append(residual)
+        following = torch.baddbmm(residual, residual, inner, beta=2.25)
+        step = torch.baddbmm(iterate, iterate, following, beta=1.5, alpha=-0.5)
+        if k >= UNWATCHED_STEPS:
+            # A step raises the trace, which is 1 at first: it falls where a negative eigenvalue grows.
+            stopped = _trace(following) < (_trace(residual) - 0.5).clamp(min=0.5)
+            following, step = following.masked_fill(stopped, 0), torch.where(stopped, iterate, step)
         iterates.append(iterate)
-        iterate = torch.baddbmm(iterate, iterate, residual, beta=1.5, alpha=-0.5)
-    return iterate.view_as(covariance) * trace.rsqrt(), residuals, iterates
+        residual, iterate = following, step
+        residuals.append(residual)
+    return iterate.reshape(covariance.shape) * trace.rsqrt(), residuals, iterates
 
 
 def _newton_backward(
@@ -160,13 +288,15 @@ def _newton_backward(
         _, residuals, iterates = _newton(covariance, num_iters)
     d_residual = ((grad + grad.mT) * (trace.rsqrt() / 2)).reshape(-1, *covariance.shape[-2:])
     d_iterate = d_residual * -0.5
-    for residual, following, iterate in zip(residuals[:-1], residuals[1:], iterates, strict=True):
+    for k, (residual, following, iterate) in enumerate(zip(residuals[:-1], residuals[1:], iterates, strict=True), 1):
         shared = torch.bmm(d_residual, residual)
         half = torch.add(1.5 * d_residual, shared, alpha=-1.0).sub_(shared.mT, alpha=0.5)
         half = torch.baddbmm(half, half, residual, beta=0.75, alpha=-0.25)
         d_residual = half + half.mT
-        d_iterate = torch.baddbmm(d_iterate, d_iterate, following, beta=1.5, alpha=-0.5)
-        d_iterate = d_iterate.baddbmm_(iterate, d_residual, alpha=-0.5)
+        step = torch.baddbmm(d_iterate, d_iterate, following, beta=1.5, alpha=-0.5)
+        step = step.baddbmm_(iterate, d_residual, alpha=-0.5)
+        # Where it has stopped, R is zero and Z stays.
+        d_iterate = torch.where(_trace(following) < 0.5, d_iterate, step) if k >= UNWATCHED_STEPS else step
     d_normalized = _symmetric(d_iterate).view_as(covariance)
     through_trace = through_trace + (d_normalized * (covariance / trace)).sum((-2, -1), keepdim=True)
     return (d_normalized - through_trace * identity) / trace
@@ -193,31 +323,13 @@ def _divided_difference(roots: Tensor) -> Tensor:
     return -1 / (left * right * (left + right))
 
 
+def _zca_from_eigh(eigenvalues: Tensor, vectors: Tensor) -> Tensor:
+    return (vectors * eigenvalues.rsqrt()[..., None, :]) @ vectors.mT
+
+
 def _zca_backward(grad: Tensor, eigenvalues: Tensor, vectors: Tensor) -> Tensor:
     inner = vectors.mT @ _symmetric(grad) @ vectors
     return vectors @ (_divided_difference(eigenvalues.sqrt()) * inner) @ vectors.mT
-
-
-class _ZcaBackward(torch.autograd.Function):
-    """`_zca_backward` with its own exact backward, by second divided differences (Eq. 15)."""
-
-    @staticmethod
-    def forward(ctx, grad, covariance, eigenvalues, vectors):
-        ctx.save_for_backward(grad, eigenvalues, vectors)
-        return _zca_backward(grad, eigenvalues, vectors)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad, eigenvalues, vectors = ctx.saved_tensors
-        roots = eigenvalues.sqrt()
-        i, j, k = roots[..., :, None, None], roots[..., None, :, None], roots[..., None, None, :]
-        second = (i + j + k) / (i * j * k * (i + j) * (j + k) * (i + k))
-        left = vectors.mT @ _symmetric(grad) @ vectors
-        right = vectors.mT @ _symmetric(grad_output) @ vectors
-        inner = torch.einsum("...ijk,...ik,...kj->...ij", second, left, right)
-        for_covariance = vectors @ (inner + inner.mT) @ vectors.mT
-        return _zca_backward(grad_output, eigenvalues, vectors), for_covariance, None, None
 
 
 def _pca_from_eigh(eigenvalues: Tensor, vectors: Tensor) -> Tensor:

@@ -5,15 +5,16 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from collections import OrderedDict
 from html import unescape
 
 import pytest
 import torch
+from page_checks import assert_self_contained
 from torch import nn
 
 from iternorm.analysis import analyze
-from iternorm.analysis.plots import line_svg, matrix_img
-from page_checks import assert_self_contained
+from iternorm.report.plots import line_svg, matrix_img
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -27,17 +28,24 @@ document.title = JSON.stringify({
   images: all("img").filter((image) => image.complete && image.naturalWidth > 0).length,
   overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
   cramped: all("svg text").filter((text) => {
-    const box = text.getBBox(), view = text.ownerSVGElement.viewBox.baseVal;
-    return box.x < -1 || box.x + box.width > view.width + 1 || box.y + box.height > view.height + 1;
+    const box = text.getBoundingClientRect(), view = text.ownerSVGElement.getBoundingClientRect();
+    return box.left < view.left - 1 || box.right > view.right + 1 || box.bottom > view.bottom + 1;
   }).map((text) => text.textContent),
+  title: all("h1").filter((title) => title.scrollWidth > title.clientWidth).length,
 });
 </script>"""
+
+
+class ClassificationNetworkWithANameThatIsLongerThanAPhoneIsWide(nn.Sequential):
+    """The page is called after it."""
 
 
 def deep(num_layers):
     torch.manual_seed(0)
     blocks = [module for _ in range(num_layers) for module in (nn.Linear(12, 12), nn.BatchNorm1d(12), nn.ReLU())]
-    return nn.Sequential(nn.Sequential(*blocks))
+    return ClassificationNetworkWithANameThatIsLongerThanAPhoneIsWide(
+        OrderedDict(backbone=nn.Sequential(OrderedDict(a_stage_of_blocks=nn.Sequential(*blocks))))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +76,78 @@ def test_few_layers_are_open():
     assert "What other normalizations would do" not in page
 
 
+def depth_plots(page):
+    """The plots over depth, each as a tree."""
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page.partition("<h2>Layers")[0])]
+
+
+def test_plots_over_depth_name_layers_as_tables_do():
+    model = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 12), nn.BatchNorm1d(12))
+    page = analyze(model, [torch.randn(40, 12)], batch_sizes=(8,), draws=10).to_html()
+    for plot in depth_plots(page):
+        texts = [element.text for element in plot.iter() if element.tag.endswith("text")]
+        assert {"1", "4"} <= set(texts)
+        assert "2" not in texts
+        # What a pointer that rests on a point is told.
+        named = [element.text for element in plot.iter() if element.tag.endswith("title")]
+        assert {name.partition(":")[0] for name in named} == {"1", "4"}
+
+
+def test_of_many_layers_some_are_named_and_a_pointer_tells_all(hundred):
+    plot = depth_plots(hundred.to_html())[0]
+    names = [layer.name for layer in hundred.layers]
+    texts = [element.text for element in plot.iter() if element.tag.endswith("text")]
+    shown = [text for text in texts if text.startswith("…")]
+    assert 5 <= len(shown) <= 14
+    assert all(any(name.endswith(text[1:]) for name in names) for text in shown)
+    named = {element.text.partition(":")[0] for element in plot.iter() if element.tag.endswith("title")}
+    assert named == set(names)
+
+
+def test_a_long_name_is_cut_at_its_beginning():
+    svg = line_svg(
+        {"a": [(1, 1.0), (2, 2.0)]}, title="t", x_label="", y_label="", x_names={1: "x" * 80 + ".bn", 2: "y"}
+    )
+    texts = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
+    (cut,) = [text for text in texts if text.endswith(".bn")]
+    assert cut.startswith("…x")
+    assert len(cut) <= 24
+
+
+@pytest.fixture(scope="module")
+def flat():
+    """A model whose second layer sees two channels that are one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with torch.no_grad():
+        model[1].weight[1] = model[1].weight[0]
+        model[1].bias[1] = model[1].bias[0]
+    return analyze(model, [torch.randn(40, 4) for _ in range(2)], batch_sizes=())
+
+
+def test_an_infinite_condition_number_is_drawn_and_explained(flat):
+    assert [layer.before.condition_number == float("inf") for layer in flat.layers] == [False, True]
+    note = "κ is infinite where a direction of the channels has no variance: 2"
+    assert note in flat.notes()
+    page = flat.to_html()
+    assert note in page
+    assert "not drawn" not in page
+    assert re.search(r"\binf\b", re.sub(r"base64,[^\"]*", "", page)) is None
+    assert '<td class="number">∞</td>' in page
+    assert "κ ∞ → ∞" in page
+    plot = depth_plots(page)[0]
+    height = float(next(e.get("y") for e in plot.iter() if e.text == "∞"))
+    # Above all that is finite.
+    ticks = [float(e.get("y")) for e in plot.iter() if e.get("text-anchor") == "end" and e.text != "∞"]
+    assert all(height < tick for tick in ticks)
+    assert sum("∞" in (e.text or "") for e in plot.iter() if e.tag.endswith("title")) == 2
+
+
+def test_infinity_is_not_explained_where_there_is_none():
+    found = analyze(nn.Sequential(nn.BatchNorm1d(3)), [torch.randn(40, 3)], batch_sizes=())
+    assert not any("infinite" in note for note in found.notes())
+
+
 def test_names_are_escaped():
     model = nn.Module()
     model.add_module("<b>&", nn.BatchNorm1d(3))
@@ -85,7 +165,7 @@ def test_page_in_a_browser(hundred, tmp_path, width):
     command += [f"--window-size={width},1000", "--dump-dom", path.as_uri()]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     measured = json.loads(unescape(re.search(r"<title>(.*?)</title>", finished.stdout, re.DOTALL)[1]))
-    assert measured == {"details": 100, "plots": 204, "images": 200, "overflow": 0, "cramped": []}
+    assert measured == {"details": 100, "plots": 204, "images": 200, "overflow": 0, "cramped": [], "title": 0}
 
 
 class TestPlots:
@@ -102,6 +182,19 @@ class TestPlots:
         assert middle == pytest.approx((top + bottom) / 2, abs=0.1)
         texts = [element.text for element in tree.iter() if element.text]
         assert {"<t>", "a & b", "10", "100", "1000"} <= set(texts)
+
+    def test_what_is_infinite_stands_above_the_rest(self):
+        points = [(1, 10.0), (2, float("inf")), (3, 1000.0)]
+        svg = line_svg({"a": points}, title="t", x_label="x", y_label="y", y_log=True)
+        dots = re.search(r'<path d="(M[^"]*)" stroke="#0072b2" stroke-width="5"', svg)[1]
+        (height,) = {float(value) for value in re.findall(r"M[\d.]+ ([\d.]+)h0", dots)}
+        path = re.search(r'<path d="([^"]*)" stroke="#0072b2" fill="none"', svg)[1]
+        assert all(height < float(value) for value in re.findall(r"M[\d.]+ ([\d.]+)h0", path))
+
+    def test_nothing_but_infinity_is_drawn_too(self):
+        svg = line_svg({"a": [(1, float("inf"))]}, title="t", x_label="x", y_label="y", y_log=True)
+        assert "∞" in svg
+        ElementTree.fromstring(svg)
 
     def test_nothing_to_draw_is_said(self):
         assert "nothing to draw" in line_svg({"a": [(1, float("nan"))]}, title="t", x_label="", y_label="")

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from iternorm.experiments import palette, ray_sweep, registry, sweep
-from iternorm.experiments.registry import Context, Plan
+from iternorm.experiments.evidence import palette
+from iternorm.experiments.jobs import ray_sweep, registry, sweep
+from iternorm.experiments.jobs.registry import Context, Plan
 from iternorm.experiments.study import Recipe, TensorSource, train
 
 ROOT = Path(__file__).parents[2]

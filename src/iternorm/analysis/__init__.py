@@ -1,6 +1,6 @@
 """What a normalization does to the conditioning of its data, and how much noise its batch statistics add."""
 
-from .conditioning import (
+from iternorm.analysis.conditioning import (
     Moments,
     condition_number,
     correlation,
@@ -13,10 +13,10 @@ from .conditioning import (
     update_moments,
     whiteness_error,
 )
-from .model import analyze
-from .operations import Whitening, batch_norm, decorrelated_batch_norm, iter_norm, operation_of
-from .stochasticity import SND, in_training, snd
-from .summary import LayerAnalysis, ModelAnalysis
+from iternorm.analysis.model import analyze
+from iternorm.analysis.operations import Whitening, batch_norm, decorrelated_batch_norm, iter_norm, operation_of
+from iternorm.analysis.stochasticity import SND, in_training, snd
+from iternorm.analysis.summary import LayerAnalysis, ModelAnalysis
 
 __all__ = [
     "SND",

@@ -7,20 +7,19 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from iternorm import groups
-
-from .conditioning import (
+from iternorm.analysis.conditioning import (
     condition_number_of_spectrum,
     correlation,
     effective_rank_of_spectrum,
     mean_absolute_correlation,
     spectrum,
 )
-from .operations import Whitening, multiply_blocks
-from .pools import StatisticsPool
-from .probes import PER_EXAMPLE, LayerProbe
-from .stochasticity import SND, spread, summarize
-from .summary import AlternativeAnalysis, LayerAnalysis, NoiseEstimate, SideAnalysis
+from iternorm.analysis.operations import Whitening, multiply_blocks
+from iternorm.analysis.pools import StatisticsPool
+from iternorm.analysis.probes import PER_EXAMPLE, LayerProbe
+from iternorm.analysis.stochasticity import SND, spread, summarize
+from iternorm.analysis.summary import AlternativeAnalysis, LayerAnalysis, NoiseEstimate, SideAnalysis
+from iternorm.whitening import groups
 
 # What is kept of a spectrum and of a correlation matrix for the plots, and bytes of working memory for SND.
 _SPECTRUM_POINTS = 128

@@ -1,17 +1,18 @@
 """`analyze`: conditioning, correlation, effective rank, noise and drift of every normalization layer of a model."""
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .layer import summarize_layer
-from .operations import Whitening, batch_norm, decorrelated_batch_norm, iter_norm, operation_of
-from .pools import SamplePool, StatisticsPool, statistics_bytes
-from .probes import LayerProbe, find_layers, hooked, num_channels, preserved
-from .summary import ModelAnalysis
+from iternorm.analysis.layer import summarize_layer
+from iternorm.analysis.operations import Whitening, batch_norm, decorrelated_batch_norm, iter_norm, operation_of
+from iternorm.analysis.pools import SamplePool, StatisticsPool, statistics_bytes
+from iternorm.analysis.probes import LayerProbe, find_layers, hooked, num_channels, preserved
+from iternorm.analysis.summary import ModelAnalysis
 
 ALTERNATIVES = (
     batch_norm(),
@@ -86,6 +87,8 @@ def analyze(
     """
     if mode not in ("train", "eval"):
         raise ValueError(f"mode is {mode!r}, but 'train' or 'eval' is needed")
+    # Numpy's integers, too, go into the result as Python's own: it is written as JSON.
+    batch_sizes, draws = [operator.index(size) for size in batch_sizes], operator.index(draws)
     if draws < 2:
         raise ValueError(f"draws is {draws}, but 2 or more batches are needed to see a spread")
     if positions is not None and positions < 1:

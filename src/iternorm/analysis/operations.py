@@ -4,6 +4,7 @@
 and the noise of a batch are measured on, many batches at a time.
 """
 
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from iternorm import groups, solvers
-from iternorm.modules import WhiteningNorm
+from iternorm import solvers
+from iternorm.layers.base import WhiteningNorm
+from iternorm.whitening import groups
 
 Solver = Literal["newton", "zca", "pca", "cholesky"]
 
@@ -54,6 +56,14 @@ class Whitening:
             raise ValueError(f"num_iters is {self.num_iters}, but 0 or more is needed")
         if not self.eps >= 0:
             raise ValueError(f"eps is {self.eps}, but 0 or more is needed")
+        # Python's own numbers, of numpy's too.
+        size = None if self.group_size is None else operator.index(self.group_size)
+        for name, value in (
+            ("group_size", size),
+            ("num_iters", operator.index(self.num_iters)),
+            ("eps", float(self.eps)),
+        ):
+            object.__setattr__(self, name, value)
 
     @property
     def label(self) -> str:
@@ -165,8 +175,8 @@ def operation_of(layer: nn.Module) -> Whitening | None:
     Returns:
         The operation of a BatchNorm, SyncBatchNorm, IterNorm or DBN layer, and None for any other module.
     """
-    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-        return batch_norm(layer.eps)
     if isinstance(layer, WhiteningNorm):
         return Whitening(cast(Solver, layer.solver), layer.group_size, layer.num_iters, layer.eps)
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        return batch_norm(layer.eps)
     return None

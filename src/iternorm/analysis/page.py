@@ -1,10 +1,11 @@
 """The page of a model's analysis: a table, curves over depth, and a fold-out panel a layer."""
 
+from collections.abc import Callable, Mapping
 from html import escape
 
-from .plots import line_svg, matrix_img
-from .report import html_page, html_table
-from .summary import LayerAnalysis, ModelAnalysis, number
+from iternorm.analysis.summary import LayerAnalysis, ModelAnalysis, SideAnalysis, number
+from iternorm.report.html import html_page, html_table
+from iternorm.report.plots import Points, line_svg, matrix_img
 
 # Wider than other pages: a table of a model has many columns.
 _STYLE = """<style>
@@ -34,40 +35,57 @@ def page(analysis: ModelAnalysis) -> str:
 def _layers(analysis: ModelAnalysis) -> str:
     columns, rows = analysis.rows()
     notes = "".join(f"<li>{escape(note)}</li>" for note in analysis.notes())
-    return html_table(columns, rows) + f"<ul>{notes}</ul>"
+    return html_table(columns, _with_signs(rows)) + f"<ul>{notes}</ul>"
+
+
+def _with_signs(rows: list[list[str]]) -> list[list[str]]:
+    """Rows of a page: it has a sign for infinity, which not every terminal has. The first cell is a name."""
+    return [[row[0], *("∞" if cell == "inf" else cell for cell in row[1:])] for row in rows]
+
+
+def _number(value: float) -> str:
+    return number(value).replace("inf", "∞")
 
 
 def _depth(analysis: ModelAnalysis) -> str:
-    layers = analysis.layers
-    curves = {
-        "in": [(i + 1, layer.before.condition_number) for i, layer in enumerate(layers)],
-        "out": [(i + 1, layer.after.condition_number) for i, layer in enumerate(layers)],
-    }
-    infinite = sum(side.condition_number == float("inf") for layer in layers for side in (layer.before, layer.after))
-    title = "Condition number" + (f" ({infinite} infinite values not drawn)" if infinite else "")
-    plots = [_over_depth(curves, title, len(layers), y_log=True)]
-    curves = {
-        "in": [(i + 1, layer.before.mean_absolute_correlation) for i, layer in enumerate(layers)],
-        "out": [(i + 1, layer.after.mean_absolute_correlation) for i, layer in enumerate(layers)],
-    }
-    plots.append(_over_depth(curves, "Mean absolute correlation", len(layers)))
-    curves = {
-        f"B={size}": [(i + 1, n.snd) for i, layer in enumerate(layers) for n in layer.noise if n.batch_size == size]
+    def sides(value: Callable[[SideAnalysis], float]) -> dict[str, list[tuple[int, float]]]:
+        return {
+            "in": [(i, value(layer.before)) for i, layer in enumerate(analysis.layers)],
+            "out": [(i, value(layer.after)) for i, layer in enumerate(analysis.layers)],
+        }
+
+    plots = [
+        _over_depth(analysis, sides(lambda side: side.condition_number), "Condition number", y_log=True),
+        _over_depth(analysis, sides(lambda side: side.mean_absolute_correlation), "Mean absolute correlation"),
+    ]
+    noise = {
+        f"B={size}": [
+            (i, n.snd) for i, layer in enumerate(analysis.layers) for n in layer.noise if n.batch_size == size
+        ]
         for size in analysis.batch_sizes
     }
-    if any(curves.values()):
-        plots.append(_over_depth(curves, "SND of the layer's own operation", len(layers), y_log=True))
-    drift = [(i + 1, layer.drift) for i, layer in enumerate(layers) if layer.drift is not None]
+    if any(noise.values()):
+        plots.append(_over_depth(analysis, noise, "SND of the layer's own operation", y_log=True))
+    drift = [(i, layer.drift) for i, layer in enumerate(analysis.layers) if layer.drift is not None]
     if drift:
-        plots.append(_over_depth({"drift": drift}, "Drift of the running statistics", len(layers)))
+        plots.append(_over_depth(analysis, {"drift": drift}, "Drift of the running statistics"))
     return f'<div class="panel">{"".join(plots)}</div>'
 
 
-def _over_depth(curves: dict, title: str, num_layers: int, *, y_log: bool = False) -> str:
-    step = -(-num_layers // 12)
-    ticks = sorted({1, *range(step, num_layers + 1, step)})
-    few = num_layers <= 30
-    return line_svg(curves, title=title, x_label="layer", y_label="", y_log=y_log, markers=few, x_ticks=ticks)
+def _over_depth(analysis: ModelAnalysis, curves: Mapping[str, Points], title: str, *, y_log: bool = False) -> str:
+    """Curves over the layers, which are named as in the tables."""
+    names = {float(i): layer.name or "(model)" for i, layer in enumerate(analysis.layers)}
+    step = -(-len(names) // 12)
+    return line_svg(
+        curves,
+        title=title,
+        x_label="layer",
+        y_label="",
+        y_log=y_log,
+        markers=len(names) <= 30,
+        x_ticks=list(names)[::step],
+        x_names=names,
+    )
 
 
 def _alternatives(analysis: ModelAnalysis) -> str:
@@ -75,7 +93,7 @@ def _alternatives(analysis: ModelAnalysis) -> str:
     caption = "Condition number κ over all examples" + (f", and SND at batch size {size}" if size else "")
     names, rows = analysis.alternative_rows(size)
     columns = ["layer", *(f"{what} {name}" for name in names for what in ("κ", "SND"))]
-    return html_table(columns, rows, caption=caption)
+    return html_table(columns, _with_signs(rows), caption=caption)
 
 
 def _panel(layer: LayerAnalysis, opened: bool) -> str:
@@ -109,8 +127,8 @@ def _panel(layer: LayerAnalysis, opened: bool) -> str:
         image = matrix_img(side.correlation, title=title)
         parts.append(f"<figure>{image}<figcaption>{escape(title)}</figcaption></figure>")
     facts = (
-        f"{layer.num_channels} channels, κ {number(layer.before.condition_number)} → "
-        f"{number(layer.after.condition_number)}, effective rank {number(layer.before.effective_rank)}"
+        f"{layer.num_channels} channels, κ {_number(layer.before.condition_number)} → "
+        f"{_number(layer.after.condition_number)}, effective rank {number(layer.before.effective_rank)}"
     )
     return (
         f"<details{' open' if opened else ''}><summary><code>{escape(layer.name or '(model)')}</code> "

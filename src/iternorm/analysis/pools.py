@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from iternorm import groups
-
-from .operations import AffineMaps, Whitening
+from iternorm.analysis.operations import AffineMaps, Whitening
+from iternorm.whitening import groups
 
 
 class Sums(NamedTuple):

@@ -1,5 +1,6 @@
 """Hooks on the normalization layers of a model: one streaming pass, bounded memory, the model left as it was."""
 
+import numbers
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,17 +9,16 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from iternorm.modules import WhiteningNorm
-
-from .conditioning import Moments, merge_moments, samples_by_channels, update_moments
-from .operations import operation_of
-from .pools import SamplePool, StatisticsPool
+from iternorm.analysis.conditioning import Moments, merge_moments, samples_by_channels, update_moments
+from iternorm.analysis.operations import operation_of
+from iternorm.analysis.pools import SamplePool, StatisticsPool
+from iternorm.layers.base import WhiteningNorm
 
 # Layers that normalize each example by itself: the batch adds no noise.
 PER_EXAMPLE = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
 # Layers whose output is known to be a scale and a shift of each channel; a subclass may add an activation.
 CHANNELWISE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-NORMALIZATIONS = (nn.modules.batchnorm._BatchNorm, WhiteningNorm, *PER_EXAMPLE)
+NORMALIZATIONS = (nn.modules.batchnorm._BatchNorm, *PER_EXAMPLE)
 
 
 class LayerProbe:
@@ -127,14 +127,14 @@ def _grid_size(shape: torch.Size, stride: int) -> int:
 
 def _running_statistics(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
     """A copy of the running mean ``[C]`` and of the whitening matrices ``[G, d, d]`` that eval uses."""
-    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-        if layer.running_mean is None or layer.running_var is None:
-            return None
-        scale = (layer.running_var.detach() + layer.eps).rsqrt()
-        return layer.running_mean.detach().clone(), scale[:, None, None]
-    if isinstance(layer, WhiteningNorm) and layer.running_mean is not None:
-        return layer.running_mean.detach().clone(), layer.whitening_matrix().detach().clone()
-    return None
+    if not isinstance(layer, nn.modules.batchnorm._BatchNorm) or layer.running_mean is None:
+        return None
+    mean = layer.running_mean.detach().clone()
+    if isinstance(layer, WhiteningNorm):
+        return mean, layer.whitening_matrix().clone()
+    if layer.running_var is None:
+        return None
+    return mean, (layer.running_var.detach() + layer.eps).rsqrt()[:, None, None]
 
 
 def find_layers(model: nn.Module, names: Iterable[str] | None) -> Mapping[str, nn.Module]:
@@ -169,7 +169,7 @@ def num_channels(layer: nn.Module) -> int:
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         return layer.normalized_shape[0]
     declared = getattr(layer, "num_features", getattr(layer, "num_channels", None))
-    return declared if isinstance(declared, int) else 256
+    return int(declared) if isinstance(declared, numbers.Integral) else 256
 
 
 @contextmanager

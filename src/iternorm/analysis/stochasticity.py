@@ -8,15 +8,15 @@ and the SND of the operation F is the mean of SND(x) over samples x.
 """
 
 import copy
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from iternorm import groups
-
-from .operations import AffineMaps, Whitening
+from iternorm.analysis.operations import AffineMaps, Whitening
+from iternorm.whitening import groups
 
 # Maps a reference batch [B, C, ...] and samples [N, C, ...] to outputs [N, C, ...].
 Operation = Callable[[Tensor, Tensor], Tensor]
@@ -88,7 +88,8 @@ def snd(
         >>> snd(iter_norm(num_iters=5), data, 16, samples=50).value < small.value
         True
     """
-    generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
+    generator = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(operator.index(seed))
+    batch_size, draws = operator.index(batch_size), operator.index(draws)
     data, samples = _checked(data, batch_size, samples, draws, generator)
     indices = torch.stack([torch.randperm(len(data), generator=generator)[:batch_size] for _ in range(draws)])
     with torch.no_grad():
@@ -158,7 +159,8 @@ def _checked(
         raise ValueError(f"data holds {len(data)} examples, fewer than batch_size={batch_size}: give more or lower it")
     if draws < 2:
         raise ValueError(f"draws is {draws}, but 2 or more batches are needed to see a spread")
-    if isinstance(samples, int):
+    if not isinstance(samples, Tensor):
+        samples = operator.index(samples)
         if samples < 1:
             raise ValueError(f"samples is {samples}, but 1 or more are needed")
         samples = data[torch.randperm(len(data), generator=generator)[:samples].to(data.device)]

@@ -156,9 +156,17 @@ class ModelAnalysis:
     def notes(self) -> list[str]:
         """What a reader of the numbers has to know: the symbols, and where an estimate falls short."""
         notes = ["κ: condition number; |r|: mean absolute correlation; rank: effective rank; SND: batch noise"]
-        few = [layer.name for layer in self.layers if layer.num_samples <= layer.num_channels]
+        few = [layer.name or "(model)" for layer in self.layers if layer.num_samples <= layer.num_channels]
         if few:
             notes.append(f"fewer samples than channels, so κ is infinite (give more batches): {', '.join(few)}")
+        infinite = [
+            layer.name or "(model)"
+            for layer in self.layers
+            if layer.num_samples > layer.num_channels
+            and math.inf in (layer.before.condition_number, layer.after.condition_number)
+        ]
+        if infinite:
+            notes.append(f"κ is infinite where a direction of the channels has no variance: {', '.join(infinite)}")
         largest = max(self.batch_sizes, default=0)
         pools = [layer.noise_pool for layer in self.layers if layer.noise_pool]
         if pools and min(pools) < 4 * largest:
@@ -174,15 +182,15 @@ class ModelAnalysis:
         """All values as JSON, written to `path` where one is given. An infinite condition number is null."""
         text = json.dumps(_finite({"format": FORMAT, **asdict(self)}), allow_nan=False)
         if path is not None:
-            from .report import write_text_atomically
+            from iternorm.report.files import write_text_atomically
 
             write_text_atomically(path, text + "\n")
         return text
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """One page that needs nothing else, written to `path` where one is given."""
-        from .page import page
-        from .report import write_text_atomically
+        from iternorm.analysis.page import page
+        from iternorm.report.files import write_text_atomically
 
         text = page(self)
         if path is not None:

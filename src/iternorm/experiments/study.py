@@ -1,26 +1,27 @@
 """All that an experiment of your own is made of. `examples/study.py` is one; docs/using.md says how it is run.
 
 A study is a Python file with a function `jobs`, which gives configurations, and a function `run`, which trains one of
-them. It may have `plot`, `compare` and `claims`; see `iternorm.experiments.registry` for what each takes and returns.
+them. It may have `plot`, `compare` and `claims`: `iternorm.experiments.jobs.registry` says what each takes and returns.
 """
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import curves, registry
-from .findings import Claim, Comparison, Finding, Verdict, measured
-from .norms import make_norm
-from .outcomes import claim_lower, finals, over_seeds
-from .outcomes import compare as compare_errors
-from .recipe import Recipe
-from .registry import Context, Experiment, Plan
-from .results import Config, Result, Row
-from .rule import Seeds, all_of, is_above, is_below, is_lower, is_no_lower, over_parts
-from .sources import Source, TensorSource, open_source
-from .train import train
+from iternorm.experiments.data.inputs import import_file
+from iternorm.experiments.data.sources import Source, TensorSource, open_source
+from iternorm.experiments.evidence import curves
+from iternorm.experiments.evidence.outcomes import claim_lower, finals, over_seeds
+from iternorm.experiments.evidence.outcomes import compare as compare_errors
+from iternorm.experiments.evidence.rule import Seeds, all_of, is_above, is_below, is_lower, is_no_lower, over_parts
+from iternorm.experiments.jobs import registry
+from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast, Finding, Verdict, measured
+from iternorm.experiments.jobs.registry import Context, Experiment, Plan
+from iternorm.experiments.jobs.results import Config, Result, Row
+from iternorm.experiments.recipe import Recipe
+from iternorm.experiments.training.train import train
+from iternorm.networks.norms import make_norm
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +31,7 @@ __all__ = [
     "Comparison",
     "Config",
     "Context",
+    "Contrast",
     "Finding",
     "Plan",
     "Recipe",
@@ -85,8 +87,6 @@ def load(path: Path) -> Experiment:
     Raises:
         ValueError: There is no such file, its name is taken, or it lacks a function.
     """
-    from .inputs import import_file
-
     taken = path.stem in registry.EXPERIMENTS
     if taken or not re.fullmatch(r"\w[\w.-]*", path.stem):
         why = "that of an experiment of the paper" if taken else "no such name"
@@ -97,21 +97,3 @@ def load(path: Path) -> Experiment:
     if missing := [name for name in ("jobs", "run") if not callable(getattr(module, name, None))]:
         raise ValueError(f"{path} is no study: it has no function {' and no function '.join(missing)}")
     return Experiment(path.stem, module, path)
-
-
-def check_config(path: Path, config: object) -> None:
-    """Refuse what is no configuration.
-
-    Raises:
-        ValueError: It is none.
-    """
-    problem = None
-    if not isinstance(config, Mapping) or not isinstance(config.get("job"), str):
-        problem = "a mapping with a name as its 'job' is needed"
-    else:
-        try:
-            json.dumps(config, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            problem = f"plain values are needed ({error})"
-    if problem is not None:
-        raise ValueError(f"jobs() of {path} gives {config!r}: {problem}")

@@ -1,0 +1,1 @@
+"""The verbs in plain torch."""

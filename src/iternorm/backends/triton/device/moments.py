@@ -1,0 +1,249 @@
+"""Moments of an activation: partial sums by block of samples, then their reduction. Forward and backward.
+
+One program sums a run of tiles of one group. It writes its own partial matrix, so that no floating-point atomics are
+needed and two runs give the same bits. A second, small kernel adds the partials, many rows at a time.
+"""
+
+# A checker takes the language of the kernels for Python.
+# pyright: reportGeneralTypeIssues=false
+import triton
+import triton.language as tl
+
+from iternorm.backends.triton.device.products import in_parts, split_dot
+from iternorm.backends.triton.device.tiles import (
+    channels_of,
+    follow,
+    load_tile,
+    passed,
+    sample_offsets,
+    shifted,
+    tile_pointers,
+)
+
+
+@triton.jit
+def gram_tile(
+    a_ptr,
+    x_ptr,
+    output_ptr,
+    start,
+    first,
+    last,
+    shift,
+    channels,
+    valid,
+    C,
+    L,
+    gram,
+    mixed,
+    total,
+    BL: tl.constexpr,
+    ROWS: tl.constexpr,
+    SELF: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIG: tl.constexpr,
+    FULL: tl.constexpr,
+    WHOLE: tl.constexpr,
+    RELU: tl.constexpr,
+):
+    """Add one tile to Σ a xᵀ and Σ a. With a = x, products of unlike parts are kept once, in `mixed`.
+
+    The program's `first` tile gives the shift of a = x. Tensor cores cut off what they add to: in three parts they add
+    up a tile alone, and the tiles are added outside, where sums are rounded.
+    """
+    samples = sample_offsets(start, L, C, BL, ROWS, BIG)
+    tile = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
+    if SELF:
+        if start == first:
+            count = tl.minimum(last - first, BL).to(tl.float32)
+            shift = tl.sum(tile.to(tl.float32), 0 if ROWS else 1) / count
+            if PARTS == 1:
+                # A bfloat16 value less a bfloat16 shift rounds to bfloat16 with little loss.
+                shift = shift.to(tl.bfloat16).to(tl.float32)
+    x = shifted(tile, shift, start, last, valid, BL, ROWS, FULL)
+    if SELF:
+        total += x
+        if PARTS < 2:
+            if ROWS:
+                gram = split_dot(tl.trans(x), x, gram, PARTS)
+            else:
+                gram = split_dot(x, tl.trans(x), gram, PARTS)
+        else:
+            x1, x2, x3 = in_parts(x, PARTS)
+            if ROWS:
+                left1, right1, left2, right2, right3 = tl.trans(x1), x1, tl.trans(x2), x2, x3
+            else:
+                left1, right1, left2, right2, right3 = x1, tl.trans(x1), x2, tl.trans(x2), tl.trans(x3)
+            mixed = tl.dot(left1, right2, mixed)
+            if PARTS == 3:
+                mixed = tl.dot(left1, right3, mixed)
+                gram += tl.dot(left1, right1, tl.dot(left2, right2))
+            else:
+                gram = tl.dot(left1, right1, gram)
+    else:
+        a = load_tile(tile_pointers(a_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
+        a = a.to(tl.float32)
+        a = passed(a, output_ptr, samples, channels, start, last, valid, BL, ROWS, FULL, WHOLE, RELU)
+        total += a
+        left, right = a, x
+        if ROWS:
+            left = tl.trans(a)
+        else:
+            right = tl.trans(x)
+        if PARTS == 3:
+            gram += split_dot(left, right, tl.zeros_like(gram), PARTS)
+        else:
+            gram = split_dot(left, right, gram, PARTS)
+    return gram, mixed, total, shift
+
+
+@triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])
+def partial_moments(
+    a_ptr,
+    x_ptr,
+    output_ptr,
+    mean_ptr,
+    workspace_ptr,
+    M,
+    C,
+    L,
+    tiles_per_program,
+    num_programs,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BL: tl.constexpr,
+    ROWS: tl.constexpr,
+    SELF: tl.constexpr,
+    RELU: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIG: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Σ a and Σ a (x - shift)ᵀ over a run of tiles.
+
+    Forward (`SELF`): a is x - shift too, and the shift is the mean of the program's own first tile, so that a large
+    mean costs no accuracy (math.md, Eq. 4). Backward: a is dy, and the shift is the mean of the batch (Eq. 21); with an
+    activation (`RELU`), dy where the output of the layer is positive.
+    `WHOLE` says that every group fills its tile: no channel is masked.
+    """
+    program = tl.program_id(0)
+    group = tl.program_id(1)
+    index = tl.arange(0, BD)
+    features, valid, channels = channels_of(group, C, L, D, BD, ROWS)
+    first = program * tiles_per_program * BL
+    last = tl.minimum(first + tiles_per_program * BL, M)
+    if not SELF:
+        shift = tl.load(mean_ptr + features, mask=valid, other=0.0)
+    follow(PDL)
+
+    if SELF:
+        shift = tl.zeros([BD], dtype=tl.float32)
+    gram = tl.zeros([BD, BD], dtype=tl.float32)
+    mixed = tl.zeros([BD, BD], dtype=tl.float32)
+    if ROWS:
+        total = tl.zeros([BL, BD], dtype=tl.float32)
+    else:
+        total = tl.zeros([BD, BL], dtype=tl.float32)
+    middle = first + (last - first) // BL * BL
+    for start in tl.range(first, middle, BL, num_stages=STAGES):
+        gram, mixed, total, shift = gram_tile(
+            a_ptr, x_ptr, output_ptr, start, first, last, shift, channels, valid, C, L, gram, mixed, total,
+            BL, ROWS, SELF, PARTS, BIG, True, WHOLE, RELU,
+        )  # fmt: skip
+    if middle < last:
+        gram, mixed, total, shift = gram_tile(
+            a_ptr, x_ptr, output_ptr, middle, first, last, shift, channels, valid, C, L, gram, mixed, total,
+            BL, ROWS, SELF, PARTS, BIG, False, WHOLE, RELU,
+        )  # fmt: skip
+    if SELF:
+        if PARTS > 1:
+            gram += mixed + tl.trans(mixed)
+
+    slot = group * num_programs + program
+    slots = tl.num_programs(1) * num_programs
+    columns = tl.arange(0, BD)
+    tl.store(workspace_ptr + slot * BD * BD + index[:, None] * BD + columns[None, :], gram)
+    sums = workspace_ptr + slots * BD * BD + slot * BD
+    tl.store(sums + index, tl.sum(total, 0 if ROWS else 1))
+    if SELF:
+        tl.store(sums + slots * BD + index, shift)
+
+
+@triton.jit(do_not_specialize=["M", "num_programs", "samples_per_program"])
+def reduce_moments(
+    workspace_ptr,
+    matrix_ptr,
+    vector_ptr,
+    variance_ptr,
+    num_batches_ptr,
+    batches_ptr,
+    M,
+    C,
+    num_programs,
+    samples_per_program,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    PB: tl.constexpr,
+    SELF: tl.constexpr,
+    COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Join the partials of a group, one program a row: mean, covariance and variance, or Σ dy and Σ dy (x - mean)ᵀ.
+
+    A partial about its own pilot p is moved to a common anchor q, the first program's pilot, by
+    Σ (x-q)(x-q)ᵀ = G + s δᵀ + δ sᵀ + n δ δᵀ with δ = p - q, and the sum from there to the mean (math.md, Eq. 4).
+    With `COUNT` the number of batches so far is copied: a later launch counts this one while others of it read that.
+    """
+    follow(PDL)
+    group = tl.program_id(0)
+    row = tl.program_id(1)
+    columns = tl.arange(0, BD)
+    base = group * num_programs
+    slots = tl.num_programs(0) * num_programs
+    sums_ptr = workspace_ptr + slots * BD * BD
+    pilots_ptr = sums_ptr + slots * BD
+
+    line = tl.zeros([BD], dtype=tl.float32)
+    total = tl.zeros([BD], dtype=tl.float32)
+    if SELF:
+        anchor = tl.load(pilots_ptr + base * BD + columns)
+        anchor_row = tl.load(pilots_ptr + base * BD + row)
+    for start in range(0, num_programs, PB):
+        p = start + tl.arange(0, PB)
+        present = p < num_programs
+        slot = (base + p).to(tl.int64)
+        mask = present[:, None]
+        block = tl.load(workspace_ptr + (slot * BD + row)[:, None] * BD + columns[None, :], mask=mask, other=0.0)
+        if SELF:
+            wanted = mask
+        else:
+            # A mask of one shape: the interpreter of Triton 3.9 takes no other.
+            wanted = mask & (row + tl.zeros_like(columns)[None, :] == 0)
+        s = tl.load(sums_ptr + slot[:, None] * BD + columns[None, :], mask=wanted, other=0.0)
+        if SELF:
+            count = tl.maximum(tl.minimum(M - p * samples_per_program, samples_per_program), 0).to(tl.float32)
+            delta = tl.load(pilots_ptr + slot[:, None] * BD + columns[None, :], mask=mask, other=0.0)
+            delta = tl.where(mask, delta - anchor[None, :], 0.0)
+            s_row = tl.load(sums_ptr + slot * BD + row, mask=present, other=0.0)
+            delta_row = tl.load(pilots_ptr + slot * BD + row, mask=present, other=0.0)
+            delta_row = tl.where(present, delta_row - anchor_row, 0.0)
+            block += s_row[:, None] * delta + delta_row[:, None] * (s + count[:, None] * delta)
+            s += count[:, None] * delta
+        line += tl.sum(block, 0)
+        total += tl.sum(s, 0)
+    if SELF:
+        total = total / M
+        total_row = tl.sum(tl.where(columns == row, total, 0.0), 0)
+        line = line / M - total_row * total
+        total += anchor
+    tl.store(matrix_ptr + (group * BD + row) * BD + columns, line)
+    member = columns < tl.minimum(D, C - group * D)
+    if row == 0:
+        tl.store(vector_ptr + group * D + columns, total, mask=member)
+        if COUNT:
+            if group == 0:
+                tl.store(batches_ptr, tl.load(num_batches_ptr))
+    if SELF:
+        tl.store(variance_ptr + group * D + columns, line, mask=member & (columns == row))

@@ -1,0 +1,184 @@
+"""Newton's iteration for groups of up to 64 channels: all steps of a group on chip. Forward and backward.
+
+The residual form of docs/math.md, Eq. 8-9, with M = (3 I - R)/2 multiplied out: Z <- 3/2 Z - 1/2 Z R and
+R <- 9/4 R - 3/2 R² + 1/4 R³. R is small in the first steps, so rounding of its products matters less than of M's. The
+forward keeps the R and Z of its steps, which spares the backward the forward's products. Matrices are ``[BD, BD]``,
+zero beyond the group.
+
+Products are of matrices in parts (`PARTS`, chosen by `shapes.newton_parts`): one float16, which has the bits of a TF32
+and takes half its time; two, or three of bfloat16, for fp32's accuracy; 0 is a product in fp32, for the interpreter. A
+float16 product of a matrix takes it from the registers that the product before left it in. What is kept is the parts:
+the backward's products take them from shared memory as they come.
+"""
+
+# A checker takes the language of the kernels for Python.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportUnboundVariable=false
+import triton
+import triton.language as tl
+
+from iternorm.backends.triton.device.products import above, dot_of_parts, in_parts
+
+
+@triton.jit
+def finite(x):
+    """Neither infinite nor NaN."""
+    return tl.abs(x) <= 3.4028234663852886e38
+
+
+@triton.jit
+def all_finite(mean_ptr, variance_ptr, C):
+    """Whether every channel's mean and variance is finite: then so is every whitening matrix."""
+    bad = 0
+    for start in range(0, C, 512):
+        c = start + tl.arange(0, 512)
+        mean = tl.load(mean_ptr + c, mask=c < C, other=0.0)
+        variance = tl.load(variance_ptr + c, mask=c < C, other=0.0)
+        bad += tl.sum((~(finite(mean) & finite(variance))).to(tl.int32), 0)
+    return bad == 0
+
+
+@triton.jit
+def split(a, PARTS: tl.constexpr):
+    """The parts of a matrix that products take, as `PARTS` says; those that are not there stand for the first."""
+    if PARTS == 3:
+        first, second, third = in_parts(a, 3)
+    elif PARTS == 2:
+        first = a.to(tl.float16)
+        second = (a - first.to(tl.float32)).to(tl.float16)
+        third = first
+    elif PARTS == 1:
+        first = a.to(tl.float16)
+        second, third = first, first
+    else:
+        first, second, third = a, a, a
+    return first, second, third
+
+
+@triton.jit
+def product(a1, a2, a3, b1, b2, b3, PARTS: tl.constexpr):
+    """a b of matrices in parts, in fp32."""
+    return dot_of_parts(a1, a2, a3, b1, b2, b3, tl.zeros([a1.shape[0], b1.shape[1]], dtype=tl.float32), PARTS)
+
+
+@triton.jit
+def stacked_product(a1, a2, a3, b1, b2, b3, c1, c2, c3, PARTS: tl.constexpr):
+    """a c and b c, of one product: [a; b] c."""
+    if PARTS == 0:
+        first, second = product(a1, a2, a3, c1, c2, c3, PARTS), product(b1, b2, b3, c1, c2, c3, PARTS)
+    else:
+        both = product(above(a1, b1), above(a2, b2), above(a3, b3), c1, c2, c3, PARTS)
+        first, second = tl.split(both.reshape(2, a1.shape[0], a1.shape[1]).permute(1, 2, 0))
+    return first, second
+
+
+@triton.jit
+def keep_matrix(ptr, slot, tile, a1, a2, a3, BD: tl.constexpr, PARTS: tl.constexpr):
+    parts: tl.constexpr = PARTS if PARTS > 0 else 1
+    place = ptr + slot * parts * BD * BD + tile
+    tl.store(place, a1)
+    if PARTS > 1:
+        tl.store(place + BD * BD, a2)
+    if PARTS > 2:
+        tl.store(place + 2 * BD * BD, a3)
+
+
+@triton.jit
+def kept_matrix(ptr, slot, tile, BD: tl.constexpr, PARTS: tl.constexpr):
+    parts: tl.constexpr = PARTS if PARTS > 0 else 1
+    place = ptr + slot * parts * BD * BD + tile
+    first = tl.load(place)
+    second, third = first, first
+    if PARTS > 1:
+        second = tl.load(place + BD * BD)
+    if PARTS > 2:
+        third = tl.load(place + 2 * BD * BD)
+    return first, second, third
+
+
+@triton.jit
+def power_of_two(a, largest: tl.constexpr):
+    """The power of two that brings the largest entry of a matrix to between half of `largest` and it."""
+    bits = tl.max(tl.max(tl.abs(a), 1), 0).to(tl.int32, bitcast=True) & 0x7F800000
+    return (0x7F000000 - bits).to(tl.float32, bitcast=True) * (0.5 * largest)
+
+
+@triton.jit
+def iterate(covariance, trace, identity, kept_ptr, keeps, BD: tl.constexpr, T: tl.constexpr, PARTS: tl.constexpr):
+    """Z_T of a covariance: its inverse square root times that of its trace, after `T` steps (Eq. 5-9).
+
+    The program that `keeps` writes R_0..R_{T-1} and Z_1..Z_{T-1} for the backward.
+    """
+    tile = tl.arange(0, BD)[:, None] * BD + tl.arange(0, BD)[None, :]
+    z = identity
+    if T > 0:
+        residual = covariance / trace
+    if T == 1:
+        z = 1.5 * z - 0.5 * residual
+    if T > 1:
+        r1, r2, r3 = split(residual, PARTS)
+        for k in range(1, T):
+            z1, z2, z3 = split(z, PARTS)
+            square, step = stacked_product(r1, r2, r3, z1, z2, z3, r1, r2, r3, PARTS)
+            z = 1.5 * z - 0.5 * step
+            s1, s2, s3 = split(0.25 * square - 1.5 * residual, PARTS)
+            if keeps:
+                keep_matrix(kept_ptr, k - 1, tile, r1, r2, r3, BD, PARTS)
+                z1, z2, z3 = split(z, PARTS)
+                keep_matrix(kept_ptr, T + k - 1, tile, z1, z2, z3, BD, PARTS)
+            residual = 2.25 * residual + product(s1, s2, s3, r1, r2, r3, PARTS)
+            r1, r2, r3 = split(residual, PARTS)
+        if keeps:
+            keep_matrix(kept_ptr, T - 1, tile, r1, r2, r3, BD, PARTS)
+        z1, z2, z3 = split(z, PARTS)
+        z = 1.5 * z - 0.5 * product(z1, z2, z3, r1, r2, r3, PARTS)
+    return z
+
+
+@triton.jit
+def differentiate(
+    gradient,
+    covariance,
+    trace,
+    through_trace,
+    identity,
+    kept_ptr,
+    BD: tl.constexpr,
+    T: tl.constexpr,
+    PARTS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The symmetric gradient for the covariance, times its trace, of a symmetric one for W (Eq. 10-12).
+
+    `through_trace` is what the factor tr(Σ)^-1/2 of W adds to that for the trace. The recursion is linear in the
+    gradient, which is scaled to `LARGEST` at most, where float16 holds it.
+    """
+    tile = tl.arange(0, BD)[:, None] * BD + tl.arange(0, BD)[None, :]
+    if T == 0:
+        d_iterate = tl.zeros([BD, BD], dtype=tl.float32)
+    else:
+        normalized = covariance / trace
+        d_residual = gradient * tl.rsqrt(trace)
+        if T > 1:
+            scale = power_of_two(d_residual, LARGEST)
+            d_residual *= scale
+        d_iterate = -0.5 * d_residual
+        for k in tl.range(1, T, num_stages=STAGES):
+            r1, r2, r3 = kept_matrix(kept_ptr, k - 1, tile, BD, PARTS)
+            n1, n2, n3 = kept_matrix(kept_ptr, k, tile, BD, PARTS)
+            z1, z2, z3 = kept_matrix(kept_ptr, T + k - 1, tile, BD, PARTS)
+            d1, d2, d3 = split(d_residual, PARTS)
+            shared = product(d1, d2, d3, r1, r2, r3, PARTS)
+            half = 1.5 * d_residual - shared - 0.5 * tl.trans(shared)
+            s1, s2, s3 = split(half, PARTS)
+            half = 0.75 * half - 0.25 * product(s1, s2, s3, r1, r2, r3, PARTS)
+            d_residual = half + tl.trans(half)
+            d1, d2, d3 = split(d_residual, PARTS)
+            e1, e2, e3 = split(d_iterate, PARTS)
+            mixed = product(e1, e2, e3, n1, n2, n3, PARTS)
+            mixed = dot_of_parts(z1, z2, z3, d1, d2, d3, mixed, PARTS)
+            d_iterate = 1.5 * d_iterate - 0.5 * mixed
+        if T > 1:
+            d_iterate *= 1.0 / scale
+        through_trace += tl.sum(tl.sum(d_iterate * normalized, 1), 0)
+    return d_iterate - through_trace * identity

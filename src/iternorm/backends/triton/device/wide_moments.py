@@ -1,0 +1,262 @@
+"""Moments of groups too wide for one program: a program has a pair of blocks of channels, and a run of samples.
+
+For groups above 128 channels. Their matrices are cut into blocks of `BC` channels; `BD` is the group size rounded up to
+whole blocks. What `iternorm.backends.triton.device.moments` does for smaller groups is done here block by block. The blocks of one run
+fall to programs that run side by side, so that most of what they read is in the cache.
+"""
+
+# A checker takes the language of the kernels for Python.
+# pyright: reportGeneralTypeIssues=false
+import triton
+import triton.language as tl
+
+from iternorm.backends.triton.device.large import tile_of
+from iternorm.backends.triton.device.products import split_dot
+from iternorm.backends.triton.device.tiles import (
+    channels_of,
+    follow,
+    load_tile,
+    passed,
+    sample_offset,
+    sample_offsets,
+    shifted,
+    tile_pointers,
+    zero_tile,
+)
+
+# Samples whose mean is taken out of a run before its products.
+PILOTS = tl.constexpr(16)
+
+
+@triton.jit
+def pilot_of(
+    x_ptr,
+    first,
+    last,
+    channels,
+    valid,
+    C,
+    L,
+    BC: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIG: tl.constexpr,
+):
+    """The mean of a run's first samples, added one by one: the same bits in every program of the run."""
+    pilot = tl.zeros([BC], dtype=tl.float32)
+    for k in tl.static_range(PILOTS):
+        offset = sample_offset(first + k, L, C, ROWS, BIG)
+        # A mask of one shape: the interpreter of Triton 3.9 takes no other.
+        there = first + k + tl.zeros_like(channels) < last
+        pilot += tl.load(x_ptr + offset + channels, mask=valid & there, other=0.0).to(tl.float32)
+    pilot = pilot / tl.minimum(last - first, PILOTS).to(tl.float32)
+    if PARTS == 1:
+        # A bfloat16 value less a bfloat16 shift rounds to bfloat16 with little loss.
+        pilot = pilot.to(tl.bfloat16).to(tl.float32)
+    return pilot
+
+
+@triton.jit
+def product_tile(
+    a_ptr,
+    x_ptr,
+    output_ptr,
+    start,
+    last,
+    left_shift,
+    right_shift,
+    left_channels,
+    right_channels,
+    left_valid,
+    right_valid,
+    C,
+    L,
+    gram,
+    total,
+    BL: tl.constexpr,
+    ROWS: tl.constexpr,
+    SELF: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIG: tl.constexpr,
+    FULL: tl.constexpr,
+    WHOLE: tl.constexpr,
+    RELU: tl.constexpr,
+):
+    """Add one tile of two blocks to Σ a xᵀ and Σ a. In three parts tiles are added up outside of the tensor cores."""
+    samples = sample_offsets(start, L, C, BL, ROWS, BIG)
+    x = load_tile(tile_pointers(x_ptr, samples, right_channels, ROWS), start, last, right_valid, BL, ROWS, FULL, WHOLE)
+    x = shifted(x, right_shift, start, last, right_valid, BL, ROWS, FULL)
+    a = load_tile(tile_pointers(a_ptr, samples, left_channels, ROWS), start, last, left_valid, BL, ROWS, FULL, WHOLE)
+    if SELF:
+        a = shifted(a, left_shift, start, last, left_valid, BL, ROWS, FULL)
+    else:
+        a = a.to(tl.float32)
+        a = passed(a, output_ptr, samples, left_channels, start, last, left_valid, BL, ROWS, FULL, WHOLE, RELU)
+    total += a
+    left, right = a, x
+    if ROWS:
+        left = tl.trans(a)
+    else:
+        right = tl.trans(x)
+    if PARTS == 3:
+        gram += split_dot(left, right, tl.zeros_like(gram), PARTS)
+    else:
+        gram = split_dot(left, right, gram, PARTS)
+    return gram, total
+
+
+@triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])
+def wide_moments(
+    a_ptr,
+    x_ptr,
+    output_ptr,
+    mean_ptr,
+    workspace_ptr,
+    M,
+    C,
+    L,
+    tiles_per_program,
+    num_programs,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BC: tl.constexpr,
+    BL: tl.constexpr,
+    ROWS: tl.constexpr,
+    SELF: tl.constexpr,
+    RELU: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIG: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`partial_moments` of a pair of blocks. Forward (`SELF`), of pairs on and below the diagonal."""
+    ACROSS: tl.constexpr = BD // BC
+    PAIRS: tl.constexpr = ACROSS * (ACROSS + 1) // 2 if SELF else ACROSS * ACROSS
+    pair = tl.program_id(0) % PAIRS
+    program = tl.program_id(0) // PAIRS
+    group = tl.program_id(1)
+    if SELF:
+        # Half a unit more keeps a root that is whole from being rounded down.
+        row = ((tl.sqrt(8.0 * pair + 1.5) - 1.0) * 0.5).to(tl.int32)
+        column = pair - row * (row + 1) // 2
+    else:
+        row = pair // ACROSS
+        column = pair % ACROSS
+    _, left_valid, left_channels = channels_of(group, C, L, D, BC, ROWS, row * BC)
+    right_features, right_valid, right_channels = channels_of(group, C, L, D, BC, ROWS, column * BC)
+    first = program * tiles_per_program * BL
+    last = tl.minimum(first + tiles_per_program * BL, M)
+    left_shift = tl.zeros([BC], dtype=tl.float32)
+    if not SELF:
+        right_shift = tl.load(mean_ptr + right_features, mask=right_valid, other=0.0)
+    follow(PDL)
+
+    if SELF:
+        left_shift = pilot_of(x_ptr, first, last, left_channels, left_valid, C, L, BC, ROWS, PARTS, BIG)
+        right_shift = pilot_of(x_ptr, first, last, right_channels, right_valid, C, L, BC, ROWS, PARTS, BIG)
+    gram = tl.zeros([BC, BC], dtype=tl.float32)
+    total = zero_tile(BC, BL, ROWS)
+    middle = first + (last - first) // BL * BL
+    for start in tl.range(first, middle, BL, num_stages=STAGES):
+        gram, total = product_tile(
+            a_ptr, x_ptr, output_ptr, start, last, left_shift, right_shift, left_channels, right_channels, left_valid,
+            right_valid, C, L, gram, total, BL, ROWS, SELF, PARTS, BIG, True, WHOLE, RELU,
+        )  # fmt: skip
+    if middle < last:
+        gram, total = product_tile(
+            a_ptr, x_ptr, output_ptr, middle, last, left_shift, right_shift, left_channels, right_channels, left_valid,
+            right_valid, C, L, gram, total, BL, ROWS, SELF, PARTS, BIG, False, WHOLE, RELU,
+        )  # fmt: skip
+
+    slot = (group * num_programs + program).to(tl.int64)
+    slots = tl.num_programs(1) * num_programs
+    rows = row * BC + tl.arange(0, BC)
+    columns = column * BC + tl.arange(0, BC)
+    tl.store(workspace_ptr + (slot * BD + rows[:, None]) * BD + columns[None, :], gram)
+    sums = workspace_ptr + (slots.to(tl.int64) * BD + slot) * BD
+    if column == (row if SELF else 0):
+        tl.store(sums + rows, tl.sum(total, 0 if ROWS else 1))
+        if SELF:
+            tl.store(sums + slots * BD + rows, left_shift)
+
+
+@triton.jit(do_not_specialize=["M", "num_programs", "samples_per_program"])
+def wide_reduce(
+    workspace_ptr,
+    matrix_ptr,
+    vector_ptr,
+    variance_ptr,
+    num_batches_ptr,
+    batches_ptr,
+    M,
+    C,
+    num_programs,
+    samples_per_program,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PB: tl.constexpr,
+    SELF: tl.constexpr,
+    COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`reduce_moments` by tiles of the matrix, `PB` partials at a time."""
+    follow(PDL)
+    rows, columns, group = tile_of(BD, BLOCK)
+    across: tl.constexpr = BD // BLOCK
+    slots = (tl.num_programs(1) * num_programs).to(tl.int64)
+    sums_ptr = workspace_ptr + slots * BD * BD
+    pilots_ptr = sums_ptr + slots * BD
+    base = group * num_programs
+    places = rows[:, None] * BD + columns[None, :]
+    if SELF:
+        # Above the diagonal of blocks there are none: those below are read the other way round.
+        if tl.program_id(0) // across * BLOCK // BC < tl.program_id(0) % across * BLOCK // BC:
+            places = columns[None, :] * BD + rows[:, None]
+        anchor_rows = tl.load(pilots_ptr + base * BD + rows)
+        anchor_columns = tl.load(pilots_ptr + base * BD + columns)
+    tile = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
+    total_rows = tl.zeros([BLOCK], dtype=tl.float32)
+    total_columns = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, num_programs, PB):
+        p = start + tl.arange(0, PB)
+        present = p < num_programs
+        slot = base + p
+        block = tl.load(
+            workspace_ptr + (slot * (BD * BD))[:, None, None] + places[None, :, :],
+            mask=present[:, None, None],
+            other=0.0,
+        )
+        mask = present[:, None]
+        row_sums = tl.load(sums_ptr + slot[:, None] * BD + rows[None, :], mask=mask, other=0.0)
+        if SELF:
+            count = tl.maximum(tl.minimum(M - p * samples_per_program, samples_per_program), 0).to(tl.float32)
+            column_sums = tl.load(sums_ptr + slot[:, None] * BD + columns[None, :], mask=mask, other=0.0)
+            row_delta = tl.load(pilots_ptr + slot[:, None] * BD + rows[None, :], mask=mask, other=0.0)
+            row_delta = tl.where(mask, row_delta - anchor_rows[None, :], 0.0)
+            column_delta = tl.load(pilots_ptr + slot[:, None] * BD + columns[None, :], mask=mask, other=0.0)
+            column_delta = tl.where(mask, column_delta - anchor_columns[None, :], 0.0)
+            moved = column_sums + count[:, None] * column_delta
+            block += row_sums[:, :, None] * column_delta[:, None, :] + row_delta[:, :, None] * moved[:, None, :]
+            total_columns += tl.sum(moved, 0)
+            row_sums += count[:, None] * row_delta
+        tile += tl.sum(block, 0)
+        total_rows += tl.sum(row_sums, 0)
+    if SELF:
+        total_rows = total_rows / M
+        total_columns = total_columns / M
+        tile = tile / M - total_rows[:, None] * total_columns[None, :]
+        total_rows += anchor_rows
+    tl.store(matrix_ptr + group * BD * BD + rows[:, None] * BD + columns[None, :], tile)
+    member = rows < tl.minimum(D, C - group * D)
+    if tl.program_id(0) % across == 0:
+        tl.store(vector_ptr + group * D + rows, total_rows, mask=member)
+    if COUNT:
+        if (tl.program_id(0) == 0) & (group == 0):
+            tl.store(batches_ptr, tl.load(num_batches_ptr))
+    if SELF:
+        if tl.program_id(0) // across == tl.program_id(0) % across:
+            diagonal = tl.sum(tl.where(rows[:, None] == columns[None, :], tile, 0.0), 1)
+            tl.store(variance_ptr + group * D + rows, diagonal, mask=member)

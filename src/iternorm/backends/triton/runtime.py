@@ -1,0 +1,139 @@
+"""Launching a compiled kernel cheaply.
+
+Triton's own launch binds, types and hashes every argument each time. Here a kernel is compiled once for its constants
+and the types of its arguments, and launched from then on with plain addresses and numbers.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from iternorm.backends.triton.devices import device_of
+from iternorm.backends.triton.shapes import INTERPRETED
+
+_NO_CHANGE = nullcontext()
+
+
+def on_device(device: torch.device):
+    """Kernels are launched on the current device: make it this one where it is another."""
+    same = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+    return _NO_CHANGE if same else torch.cuda.device(device)
+
+
+class Launch:
+    """A kernel with its grid, integers and constants, to be launched with pointers and floats.
+
+    Args:
+        kernel: a `triton.jit` function; its arguments are pointers, floats, integers, constants, in that order.
+        grid: of its programs.
+        pointers: the dtype each points to, or None for one that is absent. They are aligned to 16 bytes.
+        floats: examples of its float arguments.
+        integers: its integer arguments.
+        specialized: which of the integers the kernel is compiled for; the others change with the batch.
+        constants: its constexpr arguments.
+        warps: of a program.
+        device: where it runs.
+        early: whether its programs may be brought up while the launch before is at work, and wait there, where the GPU
+            can do that. They crowd on the multiprocessors that fall free first, if more of them fit there than should
+            share one.
+
+    Raises:
+        triton.OutOfResources: the kernel asks for more shared memory than the device has.
+    """
+
+    def __init__(
+        self,
+        kernel,
+        grid: tuple[int, int],
+        pointers: tuple,
+        floats: tuple,
+        integers: tuple[int, ...],
+        specialized: tuple[int, ...],
+        constants: dict[str, Any],
+        warps: int,
+        device: torch.device,
+        early: bool = True,
+    ):
+        self.kernel = kernel
+        self.grid = grid
+        self.integers = integers
+        self.constants = constants
+        self.warps = warps
+        self.early = early
+        if device.type == "cuda" and not INTERPRETED:
+            # Of the others only the width matters: 2 stands for 32 bits, 2^31 for 64.
+            typical = (n if i in specialized else (2 if n < 2**31 else 2**31) for i, n in enumerate(integers))
+            types = (*pointers, *floats, *typical)
+            follows = device_of(device).follows_early
+            call, before, after = _compiled(
+                kernel, types, (*constants.items(), ("PDL", follows)), warps, device.index, early and follows
+            )
+            # What is called, and with what: the grid, then the stream, then this, the values, and this.
+            self.prepared = call, (*grid, 1), before, (*integers, *after)
+
+    def __call__(self, stream: int | None, values: tuple) -> None:
+        """Launch on `stream` with addresses and floats, or with None through Triton with tensors."""
+        if stream is None:
+            self.kernel[self.grid](*values, *self.integers, **self.constants, PDL=False, num_warps=self.warps)
+        else:
+            call, grid, before, after = self.prepared
+            call(*grid, stream, *before, *values, *after)
+
+
+class Launches:
+    """Launches by name, each made when it is first wanted.
+
+    Args:
+        make: the launch of a name.
+    """
+
+    def __init__(self, make: Callable[[str], Launch]):
+        self._make = make
+        self._made: dict[str, Launch] = {}
+        self._chains: dict[tuple[str, ...], tuple[tuple, ...]] = {}
+
+    def __getitem__(self, name: str) -> Launch:
+        found = self._made.get(name)
+        if found is None:
+            found = self._made[name] = self._make(name)
+        return found
+
+    def run(self, stream: int | None, names: tuple[str, ...], arguments: tuple[tuple, ...]) -> None:
+        """Make the named launches one after the other, each with its pointers and floats.
+
+        On a stream a pointer is an address, and 0 where it is absent; without one a tensor or None, for Triton.
+        """
+        if stream is None:
+            for name, values in zip(names, arguments, strict=True):
+                self[name](None, values)
+            return
+        chain = self._chains.get(names)
+        if chain is None:
+            chain = self._chains[names] = tuple(self[name].prepared for name in names)
+        # Not by `Launch.__call__`: that is a Python function more for every launch.
+        for (call, grid, before, after), values in zip(chain, arguments, strict=True):
+            call(*grid, stream, *before, *values, *after)
+
+
+@functools.cache
+def _compiled(kernel, types: tuple, constants: tuple, warps: int, device: int, early: bool) -> tuple[Any, tuple, tuple]:
+    """What to call, and what goes before and after the arguments of a launch."""
+    with torch.cuda.device(device):
+        # Programmatic dependent launch: the kernels wait for the launch before them by themselves.
+        compiled = kernel.warmup(*types, grid=(1,), **dict(constants), num_warps=warps, launch_pdl=early)
+        compiled._init_handles()
+    return *_call_of(compiled), tuple(value for _, value in constants)
+
+
+def _call_of(compiled) -> tuple[Any, tuple]:
+    """What launches a compiled kernel, and what it takes between the stream and the kernel's arguments."""
+    run, metadata = compiled.run, (compiled.packed_metadata, None, None, None)
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    if scratch or not hasattr(run, "launch_pdl") or hasattr(run, "kernel_signature"):
+        return run, (compiled.function, *metadata)
+    # In Triton 3.5 and 3.6 the Python around this only allocates scratch memory, of which there is none. Since 3.7 it
+    # also knows the signature.
+    return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *metadata)

@@ -1,0 +1,61 @@
+"""A result of the benchmark for the terminal."""
+
+from typing import TYPE_CHECKING
+
+from iternorm.timing.cpu.rivals import PAPER_MS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def table(case: dict) -> "Table":
+    """One case of the result as a table for the terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    def ratio(value: float | None) -> str:
+        return "–" if value is None else f"{value:.2f}"
+
+    layout = "channels_last" if case["channels_last"] else "contiguous"
+    printed = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        title=f"{'x'.join(map(str, case['shape']))} {case['dtype']}, {layout}, forward + backward",
+    )
+    printed.add_column("layer", no_wrap=True)
+    # Two short lines each: the table fits 80 columns.
+    for name in ("median\nms", "spread\n%", "ratio to\nconv", "ratio to\nBN", "paper's\nto conv", "extra\nmemory"):
+        printed.add_column(name, justify="right", no_wrap=True)
+    for row in case["rivals"]:
+        printed.add_row(
+            row["name"],
+            f"{row['median_ms']:.2f}",
+            f"{100 * (row['max_ms'] - row['min_ms']) / row['median_ms']:.0f}",
+            ratio(row["ratio_to_convolution"]),
+            ratio(row["ratio_to_batch_norm"]),
+            ratio(row["paper_ratio_to_convolution"]),
+            f"{row['extra_activations']:.2f}",
+        )
+    return printed
+
+
+def notes(result: dict) -> list[str]:
+    """What a reader of the tables has to know, one line each."""
+    machine, settings = result["provenance"]["machine"], result["settings"]
+    convolution, plain = PAPER_MS["cudnn convolution"], PAPER_MS["nn convolution"]
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
+    lines = [
+        f"{where}; torch {result['provenance']['torch']['version']}; {settings['rounds']} interleaved rounds.",
+        "spread: (max - min) / median.",
+        "T: Newton steps. d: channels whitened together. authors': the 2019 formulation with its copies, in our words.",
+        "paper's to conv: Table A1, TITAN Xp, relative to its cudnn convolution (its nn convolution: "
+        + ", ".join(f"{plain[channels] / convolution[channels]:.2f} at C={channels}" for channels in plain)
+        + "). The paper does not state the group of its DBN.",
+        "extra memory: peak above input, output and their gradients, in units of one activation.",
+    ]
+    if settings["malloc_thresholds_set"] is True:
+        lines.append("glibc was told to keep large blocks (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD), alike for every row.")
+    elif settings["malloc_thresholds_set"] is False:
+        lines.append("The allocator's thresholds could not be set here: rows that copy more may pay for fresh pages.")
+    return lines

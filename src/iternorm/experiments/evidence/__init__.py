@@ -1,0 +1,1 @@
+"""What results say: claims, verdicts, the report."""

@@ -1,0 +1,1 @@
+"""What several figures share: one network on one data set."""

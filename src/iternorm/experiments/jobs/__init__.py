@@ -1,0 +1,1 @@
+"""Jobs: the registry, their results on disk, and the sweep that runs them."""

@@ -1,0 +1,103 @@
+"""A sweep on the terminal: a bar for every job that runs, a line for every job that ended, and a sum of them."""
+
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from iternorm.experiments.jobs.sweep import Job, Outcome
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+# What a user can do something about, without reading a stack.
+_USER_ERRORS = (ValueError, OSError, ModuleNotFoundError)
+
+
+class JobsFailedError(ValueError):
+    """Some jobs raised; each is named with what it raised."""
+
+
+class Bars:
+    """Progress bars: one for the jobs together, one for each that runs, with the values it passes."""
+
+    def __init__(self, progress: "Progress", jobs: Sequence[Job]) -> None:
+        self._progress = progress
+        self._tasks: dict[tuple[str, str], Any] = {}
+        self._all = progress.add_task("jobs", total=len(jobs), values="")
+
+    def step(self, experiment: str, job: str, done: int, total: int, values: dict[str, Any]) -> None:
+        """Note how far a job is."""
+        key = (experiment, job)
+        if key not in self._tasks:
+            self._tasks[key] = self._progress.add_task(f"{experiment} {job}", total=total, values="")
+        self._progress.update(self._tasks[key], completed=done, total=total, values=describe(values))
+
+    def ended(self, outcome: Outcome) -> None:
+        """Note that a job is over."""
+        task = self._tasks.pop((outcome.experiment.id, outcome.config["job"]), None)
+        if task is not None:
+            self._progress.remove_task(task)
+        self._progress.update(self._all, advance=1)
+
+
+def describe(values: Mapping[str, Any]) -> str:
+    """The values of a step, for reading.
+
+    Example:
+        >>> describe({"loss": 0.30103, "error": 8.5, "rate": 12345.6, "epoch": 3})
+        'loss 0.301, error 8.50 %, 12,346 images/s, epoch 3'
+    """
+    written = {"error": "error {:.2f} %", "rate": "{:,.0f} images/s"}
+    texts = []
+    for name, value in values.items():
+        plain = name + (" {:.3g}" if isinstance(value, float) else " {}")
+        texts.append((written.get(name, plain) if value is not None else f"{name} –").format(value))
+    return ", ".join(texts)
+
+
+def show(
+    outcomes: Iterator[Outcome], jobs: Sequence[Job], bars: Bars, output: "Console", errors: "Console", *, stop: bool
+) -> None:
+    """Print each outcome as it comes, and how many of each kind there were.
+
+    Args:
+        outcomes: The sweep.
+        jobs: All that were chosen.
+        bars: The bars on the screen.
+        output: For results.
+        errors: For warnings and failures.
+        stop: Raise a job's error at once.
+
+    Raises:
+        JobsFailedError: Some jobs failed.
+    """
+    counts: Counter[str] = Counter()
+    failed: list[str] = []
+    for outcome in outcomes:
+        bars.ended(outcome)
+        counts[outcome.what] += 1
+        name = f"{outcome.experiment.id} {outcome.config['job']}"
+        if outcome.set_aside is not None:
+            errors.print(f"warning: {outcome.set_aside}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        if outcome.error is not None:
+            # A package that is missing here is missing for every job.
+            if stop or isinstance(outcome.error, ModuleNotFoundError):
+                raise outcome.error
+            failed.append(f"{name}: {outcome.error or type(outcome.error).__name__}")
+            _print_failure(outcome.error, name, errors)
+            continue
+        end = f"{outcome.result.seconds:.1f} s" if outcome.what == "ran" and outcome.result else outcome.what
+        output.print(f"{outcome.path}  ({end})", highlight=False, soft_wrap=True, markup=False)
+    counts["not tried"] = len(jobs) - counts.total()
+    words = [f"{number} {what}" for what, number in counts.items() if number]
+    output.print(f"{len(jobs)} jobs: {', '.join(words)}", highlight=False, soft_wrap=True)
+    if failed:
+        raise JobsFailedError(f"{len(failed)} of {len(jobs)} jobs failed: {'; '.join(dict.fromkeys(failed))}")
+
+
+def _print_failure(error: Exception, name: str, errors: "Console") -> None:
+    if not isinstance(error, _USER_ERRORS):
+        errors.print("".join(traceback.format_exception(error)), highlight=False, markup=False, soft_wrap=True)
+    errors.print(f"{name} failed", style="red", highlight=False, markup=False, soft_wrap=True)

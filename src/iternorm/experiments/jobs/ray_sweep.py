@@ -1,0 +1,176 @@
+"""The same jobs on a Ray cluster, or on a Ray of this machine's own.
+
+The driver claims every job it hands out and is the only one that writes results, so workers may be on other machines:
+they need the package and the data (`ITERNORM_DATA` is passed on), not the results folder. Where they see that folder
+their checkpoints go there, and a sweep that was stopped resumes from them.
+"""
+
+import importlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from iternorm.experiments.jobs import registry, results, sweep
+from iternorm.experiments.jobs.registry import Experiment
+from iternorm.experiments.jobs.results import Config, Result
+from iternorm.experiments.jobs.sweep import Job, Options, Outcome, Progress, Taken
+
+# A worker tells how far it is this often, and the driver looks as often.
+_PERIOD_SECONDS = 0.5
+
+
+class _Board:
+    """The latest step of each job: an actor that workers write to and the driver reads."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, tuple] = {}
+
+    def put(self, name: str, job: str, done: int, total: int, values: dict[str, Any]) -> None:
+        self._steps[f"{name} {job}"] = (name, job, done, total, values)
+
+    def take(self) -> list[tuple]:
+        steps, self._steps = list(self._steps.values()), {}
+        return steps
+
+
+def run(
+    jobs: Sequence[Job],
+    root: Path,
+    options: Options | None = None,
+    *,
+    address: str | None = None,
+    gpus_per_job: float = 1.0,
+    progress: Progress | None = None,
+) -> Iterator[Outcome]:
+    """`sweep.run` on Ray: outcomes come in the order in which jobs end.
+
+    Args:
+        jobs: The jobs.
+        root: Folder of results.
+        options: The device, and so on.
+        address: Of a cluster, as `ray.init` reads it; None starts a Ray on this machine, unless one is running in this
+            process, and ends it afterwards.
+        gpus_per_job: On CUDA, the share of a GPU that a job is given: 0.25 puts four on one card.
+        progress: Called as jobs proceed.
+
+    Raises:
+        ValueError: The share is not positive, or `torchrun` started this process.
+        ConnectionError: There is no cluster at the address.
+    """
+    import ray
+
+    options = options if options is not None else Options()
+    if gpus_per_job <= 0:
+        raise ValueError(f"gpus_per_job={gpus_per_job} gives a job no GPU: use a positive share, such as 0.25")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("Ray and torchrun each start the processes: use one of them")
+    started = not ray.is_initialized()
+    if started:
+        ray.init(
+            address=address if address is not None else "local",
+            include_dashboard=None if address is not None else False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    try:
+        yield from _run(ray, jobs, root, options, gpus_per_job, progress)
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _run(
+    ray: Any, jobs: Sequence[Job], root: Path, options: Options, gpus_per_job: float, progress: Progress | None
+) -> Iterator[Outcome]:
+    board = ray.remote(num_cpus=0)(_Board).remote()
+    work = ray.remote(num_cpus=1, num_gpus=gpus_per_job if options.device == "cuda" else 0)(_work)
+    data = os.environ.get("ITERNORM_DATA")
+    pending: dict[Any, tuple[Experiment, Config, Taken]] = {}
+    try:
+        for experiment, config in jobs:
+            taken = sweep.take(experiment, config, root)
+            if isinstance(taken, Outcome):
+                yield taken
+                continue
+            module = (experiment.id, experiment.module.__name__, _source(experiment))
+            reference = work.remote(module, dict(config), str(root.absolute()), options, data, board)
+            pending[reference] = (experiment, config, taken)
+        while pending:
+            ended, _ = ray.wait(list(pending), timeout=_PERIOD_SECONDS)
+            for step in ray.get(board.take.remote()):
+                if progress is not None:
+                    progress(*step)
+            for reference in ended:
+                experiment, config, taken = pending.pop(reference)
+                try:
+                    yield _collect(ray, reference, experiment, config, root, taken)
+                finally:
+                    taken.claim.release()
+    finally:
+        for reference, (_, _, taken) in pending.items():
+            ray.cancel(reference, force=True)
+            taken.claim.release()
+
+
+def _collect(ray: Any, reference: Any, experiment: Experiment, config: Config, root: Path, taken: Taken) -> Outcome:
+    path = results.result_path(root, experiment.home, config)
+    try:
+        rows, seconds, provenance = ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        # The worker's own exception, without the stack of Ray around it.
+        return Outcome(experiment, config, path, "failed", set_aside=taken.set_aside, error=error.cause)
+    except ray.exceptions.RayError as error:
+        return Outcome(experiment, config, path, "failed", set_aside=taken.set_aside, error=error)
+    return sweep.conclude(experiment, Result(experiment.home, config, rows, seconds, provenance), root, taken)
+
+
+def _source(experiment: Experiment) -> tuple[str, str] | None:
+    """The path and the text of a study, which a worker may not have."""
+    path = experiment.path
+    return None if path is None else (str(path.absolute()), path.read_text(encoding="utf-8"))
+
+
+def _experiment(name: str, module: str, source: tuple[str, str] | None) -> Experiment:
+    if source is None:
+        return Experiment(name, importlib.import_module(module))
+    path, text = Path(source[0]), source[1]
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path = Path(tempfile.mkdtemp(prefix="iternorm-study-")) / path.name
+        path.write_text(text, encoding="utf-8")
+    return registry.get(str(path))
+
+
+def _work(
+    module: tuple[str, str, tuple[str, str] | None],
+    config: Config,
+    root: str,
+    options: Options,
+    data: str | None,
+    board: Any,
+) -> tuple[list, float, Any]:
+    """One job, on a worker."""
+    if data is not None:
+        os.environ["ITERNORM_DATA"] = data
+    experiment = _experiment(*module)
+    folder = Path(root)
+    own = not folder.is_dir()
+    if own:
+        folder = Path(tempfile.gettempdir()) / "iternorm-work"
+    last = 0.0
+
+    def progress(name: str, job: str, done: int, total: int, values: dict[str, Any]) -> None:
+        nonlocal last
+        if done == total or time.monotonic() - last > _PERIOD_SECONDS:
+            last = time.monotonic()
+            board.put.remote(name, job, done, total, values)
+
+    context = sweep.context_for(experiment, config, folder, options, progress)
+    result = sweep.execute(experiment, config, context, options.threads)
+    if own:
+        shutil.rmtree(registry.work_folder(folder, experiment.home, config), ignore_errors=True)
+    return list(result.rows), result.seconds, result.provenance

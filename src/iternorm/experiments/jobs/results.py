@@ -1,0 +1,152 @@
+"""Results of experiments on disk: one small JSON file a job, whose path is a function of the job's configuration."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from iternorm.report.files import write_text_atomically
+
+FORMAT = 1
+
+# A configuration is plain values, so that it can be digested and written; "job" is its readable name.
+Config = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished job.
+
+    Attributes:
+        experiment: The experiment's id.
+        config: The job's configuration.
+        rows: What it measured.
+        seconds: Wall-clock time.
+        provenance: Machine, versions, commit and time.
+    """
+
+    experiment: str
+    config: Config
+    rows: Sequence[Row]
+    seconds: float
+    provenance: Mapping[str, Any]
+
+
+class UnusableResultError(ValueError):
+    """A results file that is cut short, of another version, or of another configuration than its path says."""
+
+
+def result_path(root: Path, experiment: str, config: Config) -> Path:
+    """``ROOT/EXPERIMENT/JOB-DIGEST.json``, the digest being that of the configuration.
+
+    Example:
+        >>> result_path(Path("results"), "fig4", {"job": "d2", "dimension": 2}).as_posix()
+        'results/fig4/d2-3970d146.json'
+    """
+    job = config["job"]
+    if not re.fullmatch(r"[\w.=-]+", job):
+        raise ValueError(f"the job name {job!r} of {experiment} does not make a file name")
+    return root / experiment / f"{job}-{_digest(config)}.json"
+
+
+def check_config(config: object, where: str) -> None:
+    """Refuse what is no configuration.
+
+    Args:
+        config: What is one, or not.
+        where: Who made it.
+
+    Raises:
+        ValueError: It is none.
+    """
+    problem = None
+    if not isinstance(config, Mapping) or not isinstance(config.get("job"), str):
+        problem = "a mapping with a name as its 'job' is needed"
+    else:
+        try:
+            json.dumps(config, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            problem = f"plain values are needed ({error})"
+    if problem is not None:
+        raise ValueError(f"{where} gives {config!r}: {problem}")
+
+
+def _digest(config: Config) -> str:
+    text = json.dumps(config, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def save(root: Path, result: Result) -> Path:
+    """Write a result where its configuration says. The file holds all of it or does not change.
+
+    Raises:
+        OSError: It cannot be written.
+        ValueError: It holds values that JSON has not.
+    """
+    path = result_path(root, result.experiment, result.config)
+    content = {
+        "format": FORMAT,
+        "experiment": result.experiment,
+        "config": result.config,
+        "seconds": round(result.seconds, 3),
+        "provenance": result.provenance,
+        "rows": result.rows,
+    }
+    try:
+        return write_text_atomically(path, _readable(content) + "\n")
+    except OSError as error:
+        raise OSError(
+            f"{path} could not be saved: {error.strerror or error}: make room or change permissions there, and run the "
+            "job again; its checkpoint, where it writes any, is kept"
+        ) from error
+
+
+def load(root: Path, experiment: str, config: Config) -> Result | None:
+    """The result of a configuration, or None where there is none.
+
+    Raises:
+        UnusableResultError: There is a file, and it is not that result.
+        OSError: There is a file, and it cannot be read.
+    """
+    path = result_path(root, experiment, config)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise UnusableResultError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise UnusableResultError(f"{path} is not complete JSON ({error})") from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise UnusableResultError(f"{path} has format {found!r}, this version of iternorm writes {FORMAT}")
+    # What JSON makes of the configuration: tuples are lists there.
+    if (content.get("experiment"), content.get("config")) != (experiment, json.loads(json.dumps(config))):
+        raise UnusableResultError(f"{path} holds the result of another configuration")
+    try:
+        return Result(**{key: content[key] for key in ("experiment", "config", "rows", "seconds", "provenance")})
+    except KeyError as error:
+        raise UnusableResultError(f"{path} has no {error}") from error
+
+
+def set_aside(path: Path) -> Path:
+    """Rename an unusable file to ``NAME.unusable`` (``.unusable.1`` and so on), and return its new path."""
+    target = path.with_name(path.name + ".unusable")
+    number = 0
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}.unusable.{number}")
+    return path.rename(target)
+
+
+def _readable(content: Mapping[str, Any]) -> str:
+    """JSON with one line a row, so that a change of a result is a change of few lines."""
+    head = json.dumps({key: value for key, value in content.items() if key != "rows"}, indent=1, allow_nan=False)
+    rows = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in content["rows"])
+    return head.removesuffix("\n}") + ',\n "rows": [\n' + rows + "\n ]\n}"

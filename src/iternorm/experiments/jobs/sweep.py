@@ -1,0 +1,247 @@
+"""Running the jobs of experiments: what is finished is skipped, what somebody else works on is passed over.
+
+Any number of processes may run at once on one results folder. Under `torchrun` all processes work on the same job at a
+time: the first one claims it, decides, saves and reports, and tells the others what it decided.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from iternorm.experiments.jobs import locks, registry, results
+from iternorm.experiments.jobs.registry import Context, Experiment
+from iternorm.experiments.jobs.results import Config, Result
+from iternorm.experiments.jobs.stopwatch import NAME as stopwatch_file
+from iternorm.experiments.jobs.stopwatch import Stopwatch
+from iternorm.report.provenance import provenance
+from iternorm.timing.threads import num_threads
+
+Job = tuple[Experiment, Config]
+# progress(experiment, job, done, total, values)
+Progress = Callable[[str, str, int, int, dict[str, Any]], None]
+What = Literal["ran", "finished before", "running elsewhere", "failed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one job.
+
+    Attributes:
+        experiment: Its experiment.
+        config: Its configuration.
+        path: The file of its result.
+        what: One of four words.
+        result: The result, where there is one.
+        set_aside: Why a file that was there could not be used, and its new path.
+        error: What was raised, where it failed.
+    """
+
+    experiment: Experiment
+    config: Config
+    path: Path
+    what: What
+    result: Result | None = None
+    set_aside: str | None = None
+    error: Exception | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """It was finished before."""
+        return self.what == "finished before"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How jobs are run; no option here changes what a result is named.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        tensorboard: Write event files below ``ROOT/.tensorboard``.
+        compile: Compile the models.
+        threads: CPU threads; None leaves their number as it is.
+    """
+
+    device: str = "cpu"
+    tensorboard: bool = False
+    compile: bool = False
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A job that is ours to run."""
+
+    claim: locks.Claim
+    set_aside: str | None
+
+
+def run(
+    jobs: Sequence[Job], root: Path, options: Options | None = None, *, progress: Progress | None = None
+) -> Iterator[Outcome]:
+    """Run every job that has no result and that nobody works on, and yield each as it is done.
+
+    A results file that is cut short or of another version is renamed, and its job is run again. A job that raises, or
+    whose result cannot be saved, is an outcome like others and leaves its checkpoint; where two in a row fail alike,
+    the rest is not tried.
+
+    Raises:
+        ValueError: The device is not there.
+        RuntimeError: A job raised under `torchrun`, where the processes cannot go on without each other.
+    """
+    options = options if options is not None else Options()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda' needs a CUDA device and torch sees none: use device='cpu'")
+    ranks = _Ranks(options.device)
+    previous = None
+    for experiment, config in jobs:
+        outcome = _run_one(experiment, config, root, options, ranks, progress)
+        yield outcome
+        failure = (type(outcome.error), str(outcome.error)) if outcome.error is not None else None
+        if failure is not None and failure == previous:
+            break
+        previous = failure
+    ranks.end()
+
+
+def _run_one(
+    experiment: Experiment, config: Config, root: Path, options: Options, ranks: "_Ranks", progress: Progress | None
+) -> Outcome:
+    path = results.result_path(root, experiment.home, config)
+    taken: Taken | Outcome | None = take(experiment, config, root) if ranks.is_first else None
+    try:
+        decided: What = ranks.tell(taken.what if isinstance(taken, Outcome) else "ran")
+        if decided != "ran":
+            return taken if isinstance(taken, Outcome) else Outcome(experiment, config, path, decided)
+        try:
+            context = context_for(experiment, config, root, options, progress)
+            result = execute(experiment, config, context, options.threads)
+        except Exception as error:
+            if ranks.size > 1:
+                raise RuntimeError(f"{experiment.id} {config['job']} failed: {error}") from error
+            notice = taken.set_aside if isinstance(taken, Taken) else None
+            return Outcome(experiment, config, path, "failed", set_aside=notice, error=error)
+        if isinstance(taken, Taken):
+            return conclude(experiment, result, root, taken)
+        return Outcome(experiment, config, path, "ran", result)
+    finally:
+        if isinstance(taken, Taken):
+            taken.claim.release()
+
+
+def take(experiment: Experiment, config: Config, root: Path) -> Taken | Outcome:
+    """Claim a job, or say why there is nothing to do: a file that cannot be read or claimed fails its job alone."""
+    path = results.result_path(root, experiment.home, config)
+    claim = None
+    try:
+        try:
+            found = results.load(root, experiment.home, config)
+        except results.UnusableResultError:
+            # It is renamed below, by whoever has the claim.
+            found = None
+        if found is not None:
+            return Outcome(experiment, config, path, "finished before", found)
+        claim = locks.claim(registry.lock_path(root, experiment.home, config))
+        if claim is None:
+            return Outcome(experiment, config, path, "running elsewhere")
+        try:
+            # Again: it may have been finished between the look and the claim.
+            found, notice = results.load(root, experiment.home, config), None
+        except results.UnusableResultError as error:
+            found, notice = None, f"{error}; renamed to {results.set_aside(path).name}"
+    except BaseException as error:
+        if claim is not None:
+            claim.release()
+        if not isinstance(error, OSError):
+            raise
+        return Outcome(experiment, config, path, "failed", error=error)
+    if found is not None:
+        claim.release()
+        return Outcome(experiment, config, path, "finished before", found)
+    return Taken(claim, notice)
+
+
+def context_for(
+    experiment: Experiment, config: Config, root: Path, options: Options, progress: Progress | None
+) -> Context:
+    """What the job is given; its folder exists afterwards."""
+    folder = registry.work_folder(root, experiment.home, config)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def step(done: int, total: int, **values: Any) -> None:
+        if progress is not None:
+            progress(experiment.id, config["job"], done, total, values)
+
+    events = root / ".tensorboard" / experiment.home / folder.name if options.tensorboard else None
+    return Context(options.device, step, folder, events, options.compile)
+
+
+def execute(experiment: Experiment, config: Config, context: Context, threads: int | None = None) -> Result:
+    """Run a job here and now. A folder without a checkpoint is not left behind where it fails."""
+    stopwatch = Stopwatch(context.folder, keeps=is_first_process())
+
+    def step(done: int, total: int, **values: Any) -> None:
+        stopwatch.keep()
+        context.step(done, total, **values)
+
+    with num_threads(threads):
+        try:
+            rows = experiment.module.run(config, replace(context, step=step))
+        except BaseException:
+            if context.folder.exists() and all(path.name == stopwatch_file for path in context.folder.iterdir()):
+                shutil.rmtree(context.folder)
+            raise
+        made = {**provenance(context.device), "compile": context.compile, **context.record}
+        return Result(experiment.home, config, rows, stopwatch.seconds, made)
+
+
+def conclude(experiment: Experiment, result: Result, root: Path, taken: Taken) -> Outcome:
+    """Save a result and remove the job's folder, which stays where the result cannot be saved."""
+    path = results.result_path(root, experiment.home, result.config)
+    try:
+        results.save(root, result)
+    except (OSError, ValueError) as error:
+        return Outcome(experiment, result.config, path, "failed", set_aside=taken.set_aside, error=error)
+    shutil.rmtree(registry.work_folder(root, experiment.home, result.config), ignore_errors=True)
+    return Outcome(experiment, result.config, path, "ran", result, taken.set_aside)
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks for all that `torchrun` started; true without it."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+class _Ranks:
+    """The processes that `torchrun` started, or this one alone."""
+
+    def __init__(self, device: str) -> None:
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.is_first = is_first_process()
+        self._state = None
+        if self.size > 1:
+            from accelerate import PartialState
+
+            self._state = PartialState(cpu=device == "cpu")
+
+    def tell(self, value: Any) -> Any:
+        """The first process's value, on every process."""
+        if self._state is None:
+            return value
+        from accelerate.utils import broadcast_object_list
+
+        return broadcast_object_list([value], from_process=0)[0]
+
+    def end(self) -> None:
+        """Part in peace. Not for a process that has failed: the others may be waiting elsewhere."""
+        if self._state is not None:
+            # A process that is gone is an error to those that still talk to it.
+            self._state.wait_for_everyone()
+            self._state.destroy_process_group()
+            # torch keeps a group that DDP has used, and a thread of it that lets go of a tensor while the interpreter
+            # goes down would abort the process: it has time to do that now.
+            time.sleep(0.2)

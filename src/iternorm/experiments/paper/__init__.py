@@ -1,0 +1,1 @@
+"""One small file a figure or table of the paper."""

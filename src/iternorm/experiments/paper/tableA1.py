@@ -1,0 +1,199 @@
+"""Table A1: wall-clock time of IterNorm, DBN and a 3x3 convolution, forward and backward.
+
+Reproduces: the paper's Table A1: 64 samples of 32x32, with 64 and with 128 channels.
+Claim: IterNorm costs about as much as a convolution, and half of DBN or less.
+Command: iternorm run tableA1 --device cuda && iternorm plot tableA1
+Cost: about a minute on two cores.
+The paper got: on a TITAN Xp, 64 / 128 channels, in ms: cudnn convolution 5.65 / 13.62, DBN 15.92 / 35.02, IterNorm with
+T=3 6.59 / 13.32, T=5 7.40 / 13.92, T=7 8.21 / 14.68.
+Departures: today's machine and libraries, so ratios within one run are what compares; medians of 15 interleaved rounds
+(the paper: means of 100 runs). The timing is that of `iternorm bench`; see its method in benchmarks/README.md.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from iternorm.experiments.evidence import palette
+from iternorm.experiments.jobs.findings import Claim, Comparison, measured
+from iternorm.experiments.jobs.registry import Context, Plan
+from iternorm.experiments.jobs.results import Config, Result, Row
+from iternorm.timing.cpu import contest, rivals
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# The paper's.
+_LAYOUT = "NCHW"
+# DBN by eigendecomposition, as the paper's, and on a GPU by our kernels too.
+_DBN, _DBN_KERNELS = "DBN d=16", "DBN d=16 kernels"
+_COLUMNS = ("name", "median_ms", "min_ms", "max_ms", "ratio_to_convolution", "paper_ms", "paper_ratio_to_convolution")
+
+
+def jobs(plan: Plan) -> list[Config]:
+    """One job for each shape."""
+    shapes = [[2, 64, 8, 8]] if plan.smoke else [list(case.shape) for case in contest.TABLE_A1]
+    rounds = 2 if plan.smoke else 15
+    common = {"device": plan.device, "rounds": rounds}
+    return [{"job": f"{plan.device}-C{shape[1]}", "shape": shape, **common} for shape in shapes]
+
+
+def run(config: Config, context: Context) -> list[Row]:
+    """One row for each layer that is timed."""
+    return _run_cuda(config, context) if config["device"] == "cuda" else _run_cpu(config, context)
+
+
+def _run_cpu(config: Config, context: Context) -> list[Row]:
+    cases = [contest.Case(tuple(config["shape"]))]
+    total = contest.count_timings(cases, rounds=config["rounds"])
+    done = 0
+
+    def timed() -> None:
+        nonlocal done
+        done += 1
+        context.step(done, total)
+
+    (case,) = contest.run(cases, rounds=config["rounds"], progress=timed)["cases"]
+    return [{column: rival[column] for column in _COLUMNS} for rival in case["rivals"]]
+
+
+def _run_cuda(config: Config, context: Context) -> list[Row]:
+    from iternorm.timing.gpu.cases import rivals_for
+    from iternorm.timing.gpu.clock import Gpu, matmul_precision
+    from iternorm.timing.gpu.contest import run_case
+    from iternorm.timing.gpu.precompile import compile_all, jobs_for
+
+    gpu = Gpu()
+    shape = tuple(config["shape"])
+    needed = [job for job in jobs_for([shape], [torch.float32]) if job.name is not None and job.layout == _LAYOUT]
+    compile_all(needed)
+    context.step(1, 2)
+    with matmul_precision("high"):
+        rivals = rivals_for(shape, torch.float32)
+        case = run_case(shape, torch.float32, rivals, gpu, gpu.copy_gb_per_s(), config["rounds"], [_LAYOUT])
+    context.step(2, 2)
+    return cuda_rows(case)
+
+
+def cuda_rows(case: Mapping[str, Any]) -> list[Row]:
+    """The rows of a case of the GPU's benchmark: eager calls, which is how the paper ran."""
+    if case["failed"] is not None:
+        raise RuntimeError(f"{case['shape']} could not be timed: {case['failed']}")
+    channels = case["shape"][1]
+    rows = []
+    for rival in case["rivals"]:
+        if rival["layout"] != _LAYOUT or rival["eager_ms"] is None:
+            continue
+        paper = rivals.PAPER_MS.get(_paper_name(rival["name"], channels), {}).get(channels)
+        samples = rival["eager_samples_ms"]
+        values = (rival["name"], rival["eager_ms"], min(samples), max(samples), rival["eager_ratio_to_convolution"])
+        convolution = rivals.PAPER_MS["cudnn convolution"].get(channels)
+        ratio = paper / convolution if paper is not None and convolution is not None else None
+        rows.append(dict(zip(_COLUMNS, (*values, paper, ratio), strict=True)))
+    return rows
+
+
+def _paper_name(name: str, channels: int) -> str:
+    """The paper's row for the same thing; its IterNorm whitens all channels together."""
+    if found := re.fullmatch(rf"IterNorm T=(\d) d={channels}", name):
+        return f"IterNorm, T={found[1]}"
+    return {"conv3x3": "cudnn convolution", _DBN: "DBN", _DBN_KERNELS: "DBN"}.get(name, "")
+
+
+def plot(results: Sequence[Result]) -> "Figure":
+    """Time relative to the convolution, ours and the paper's, a panel for each shape."""
+    from matplotlib.figure import Figure
+
+    columns = max(len({tuple(result.config["shape"]) for result in results}), 1)
+    lines = -(-len(results) // columns)
+    height = 0.9 + 0.3 * max(len(result.rows) for result in results)
+    figure = Figure(figsize=(4.75 * columns, height * lines), layout="constrained")
+    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for empty in panels[len(results) :]:
+        empty.remove()
+    for axes, result in zip(panels, results, strict=False):
+        names = [row["name"] for row in result.rows]
+        heights = range(len(names))
+        ratios = [row["ratio_to_convolution"] for row in result.rows]
+        colors = [palette.color_of(_norm(name)) or palette.GREY for name in names]
+        axes.barh(heights, ratios, color=colors, height=0.6)
+        paper = [(row["paper_ratio_to_convolution"], height) for row, height in zip(result.rows, heights, strict=True)]
+        known = [point for point in paper if point[0] is not None]
+        axes.scatter(
+            [x for x, _ in known],
+            [y for _, y in known],
+            color="white",
+            edgecolors=palette.PAPER,
+            marker="D",
+            zorder=3,
+            s=25,
+            label="the paper (TITAN Xp, 2019)",
+        )
+        for height, row in zip(heights, result.rows, strict=True):
+            axes.text(row["ratio_to_convolution"], height, f" {row['median_ms']:.3g} ms", va="center", fontsize=7)
+        axes.set_yticks(heights, names, fontsize=8)
+        axes.invert_yaxis()
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_xlim(0, 1.2 * max(*ratios, *(point[0] for point in known)))
+        shape = "x".join(map(str, result.config["shape"]))
+        axes.set(xlabel="time / time of a 3x3 convolution", title=f"{shape}, {result.config['device']}")
+    figure.axes[0].legend(fontsize=8, loc="lower right")
+    return figure
+
+
+def _norm(name: str) -> str:
+    """The norm of a row, of which an IterNorm has the colour of its group, whatever its T."""
+    return re.sub(r"^(?:IterNorm|authors') T=\d (d=\d+).*", r"IterNorm T=5 \1", name)
+
+
+def compare(results: Sequence[Result]) -> list[Comparison]:
+    """Ratios to the convolution of the same run, and times."""
+    found = []
+    for result in results:
+        channels, device = result.config["shape"][1], result.config["device"]
+        for row in result.rows:
+            if row["paper_ms"] is None:
+                continue
+            what = f"{row['name']}, {channels} channels, {device}"
+            note = f"{row['median_ms']:.3g} ms; the paper {row['paper_ms']} ms on a TITAN Xp"
+            ratio = f"{row['paper_ratio_to_convolution']:.2f}"
+            found.append(Comparison(what, ratio, (row["ratio_to_convolution"],), unit="× convolution", note=note))
+    return found
+
+
+def claims(results: Sequence[Result]) -> list[Claim]:
+    """What the paper says of the cost, for each device that was timed."""
+    texts = (
+        "IterNorm (T=5) costs at most slightly more than a convolution (the paper: 1.31 and 1.02 times that of cudnn).",
+        "IterNorm is significantly faster than DBN.",
+    )
+    found = []
+    for device in dict.fromkeys(result.config["device"] for result in results):
+        # By what IterNorm's time is divided by, and then by the number of channels.
+        ratios: dict[str, dict[int, float]] = {"conv3x3": {}, _DBN: {}, _DBN_KERNELS: {}}
+        for result in results:
+            channels = result.config["shape"][1]
+            times = {row["name"]: row["median_ms"] for row in result.rows}
+            ours = times.get(f"IterNorm T=5 d={channels}")
+            if result.config["device"] == device and ours is not None:
+                for name, by_channels in ratios.items():
+                    if name in times:
+                        by_channels[channels] = ours / times[name]
+        # "Slightly": the paper's own largest ratio is 1.31. "Significantly faster": its own is 0.46 and 0.40.
+        cheap, faster = (
+            all(ratio <= limit for ratio in ratios[name].values()) if ratios[name] else None
+            for name, limit in (("conv3x3", 1.31), (_DBN, 0.5))
+        )
+        evidence = f"time / time of the convolution: {_listed(ratios['conv3x3'])}"
+        found.append(Claim(f"On {device}: {texts[0]}", measured(cheap), evidence))
+        evidence = f"time / time of DBN with groups of 16: {_listed(ratios[_DBN])}"
+        if ratios[_DBN_KERNELS]:
+            evidence += f"; of DBN by our kernels, which the paper did not have: {_listed(ratios[_DBN_KERNELS])}"
+        found.append(Claim(f"On {device}: {texts[1]}", measured(faster), evidence))
+    return found if found else [Claim(text, measured(None), "") for text in texts]
+
+
+def _listed(ratios: Mapping[int, float]) -> str:
+    return "; ".join(f"{ratio:.2f} with {channels} channels" for channels, ratio in ratios.items())

@@ -1,1 +1,0 @@
-"""The three verbs on a GPU, in Triton: the only place that imports it. `iternorm.ops` imports this when it is used."""

@@ -1,0 +1,1 @@
+"""The layers: modules with BatchNorm's contract."""

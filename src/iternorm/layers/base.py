@@ -1,0 +1,519 @@
+"""Whitening layers with the whole contract of `torch.nn.BatchNorm1d/2d/3d`."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from iternorm import functional
+from iternorm.backends.torch import plain
+from iternorm.layers import checkpoints
+from iternorm.layers.docstrings import complete
+from iternorm.whitening import fused, groups, modes, ops
+
+RUNNING = ("whitening", "covariance")
+
+NO_VARIANCE = (
+    "{name} has no running_var: it keeps running_{running}, which is no variance of each channel. "
+    "Use iternorm.convert_sync_iternorm(model, batchnorm=True) to synchronize, iternorm.fold(model.eval()) to fuse, "
+    "iternorm.recalibrate(model, batches) to set statistics, iternorm.freeze(model) to keep them; see docs/tools.md"
+)
+
+
+class SmallBatchWarning(UserWarning):
+    """A batch has fewer values per channel than a group has channels, so its covariance is singular."""
+
+
+class WhiteningNorm(_BatchNorm):
+    """Whiten groups of channels over the mini-batch, then scale and shift: the base of all layers here.
+
+    In training the statistics are those of the batch (math.md, Eq. 1-9), and running averages of the mean and of the
+    whitening matrix (or of the covariance) are kept, as the paper does: they start at 0 and at the identity. In eval
+    the running averages are used. A batch that holds a NaN or an infinity leaves them unchanged.
+
+    Statistics and accumulation are fp32 for half and bfloat16 input and fp64 for fp64; gradients are exact, in
+    training and in eval, and twice differentiable.
+
+    It is a `torch.nn.modules.batchnorm._BatchNorm`, so that tools which look for that class find it, and it has no
+    `running_var`, so that those which would take it for a BatchNorm fail (docs/tools.md).
+
+    Args:
+        num_features: C of an input ``[N, C, ...]``.
+        eps: added to the diagonal of the covariance.
+        momentum: the share of the new batch in the running averages; None averages all batches alike.
+        affine: learn a `weight` and a `bias` for each channel.
+        track_running_stats: keep running averages; without them batch statistics are used in eval too.
+        device: of parameters and buffers.
+        dtype: of parameters and buffers.
+        bias: False learns no `bias`, only the `weight`, if `affine` is set.
+        group_size: the number of channels whitened together; None is all of them. Channels are taken in order and the
+            last group holds the remainder: 160 channels by 64 are groups of 64, 64 and 32.
+        running: "whitening" averages the whitening matrices, as the paper does; "covariance" averages the covariances
+            and computes the whitening matrix from their average in eval.
+        impl: "auto" takes the fastest that can run; "triton", "native" (C, on a CPU), "torch" and "reference" ask for
+            one by name and raise where it cannot run. See `iternorm.functional`.
+        activation: None, or "relu": the output goes through it, which on a GPU saves a pass over the activation.
+    """
+
+    _version = 1
+    __constants__ = ("num_features", "eps", "momentum", "affine", "track_running_stats")
+
+    num_features: int
+    eps: float
+    momentum: float | None
+    affine: bool
+    track_running_stats: bool
+    group_size: int | None
+    running: str
+    impl: str
+    activation: str | None = None
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor | None
+    running_whitening: Tensor | None
+    running_covariance: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    # The solver of `iternorm.solvers`, and its number of steps where it has one.
+    solver: str
+    num_iters: int = 0
+
+    # Whether this layer has warned of a small batch: it does so once.
+    _warned: bool = False
+    # The attributes that were checked last, and the shape of running matrices that follows from them.
+    _checked: tuple | None = None
+    _matrix_shape: tuple[int, int, int] = (0, 0, 0)
+    # `_facts` of the last batch that went to the fused kernels, and what they were asked for.
+    _fused: tuple[tuple, fused.Settings] | None = None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        group_size: int | None = 64,
+        running: str = "whitening",
+        impl: str = "auto",
+        activation: str | None = None,
+    ) -> None:
+        # BatchNorm's own would make a running_var.
+        nn.Module.__init__(self)
+        num_features = functional.integer("num_features", num_features, "the number of channels")
+        if num_features < 1:
+            raise ValueError(f"num_features={num_features} must be at least 1; give the number of channels")
+        if running not in RUNNING:
+            raise ValueError(f"running={running!r} is not known; choose one of {', '.join(map(repr, RUNNING))}")
+        self.num_features = num_features
+        self.eps = eps
+        self.momentum = momentum
+        self.affine = affine
+        self.track_running_stats = track_running_stats
+        self.group_size = group_size
+        self.running = running
+        self.impl = impl
+        self.activation = activation
+        self._check_attributes()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        for name, learned in (("weight", affine), ("bias", affine and bias)):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_features, **factory)) if learned else None)
+        tracked = ("running_mean", f"running_{running}", "num_batches_tracked")
+        for name in ("running_mean", "running_whitening", "running_covariance", "num_batches_tracked"):
+            self.register_buffer(name, None)
+        if track_running_stats:
+            matrix = torch.empty(self._matrix_shape, **factory)
+            count = torch.tensor(0, dtype=torch.long, device=device)
+            for name, value in zip(tracked, (torch.empty(num_features, **factory), matrix, count), strict=True):
+                self.register_buffer(name, value)
+        self.reset_parameters()
+
+    @property
+    def running_matrix(self) -> Tensor | None:
+        """`running_whitening` or `running_covariance`, whichever this layer keeps."""
+        return self.running_whitening if self.running == "whitening" else self.running_covariance
+
+    @property
+    def running_var(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """There is none: tools that read it would make a BatchNorm, or a part of a convolution, of half a layer."""
+        raise AttributeError
+
+    @running_var.setter
+    def running_var(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise AttributeError(NO_VARIANCE.format(name=type(self).__name__, running=self.running))
+        # How BatchNorm is told to keep no statistics, along with its running_mean.
+        self.running_whitening = self.running_covariance = None
+
+    def __getattr__(self, name: str) -> Any:
+        # Python comes here when the property has raised, and would drop a text given there.
+        if name == "running_var":
+            raise AttributeError(NO_VARIANCE.format(name=type(self).__name__, running=self.running))
+        return super().__getattr__(name)
+
+    @torch.no_grad()
+    def reset_running_stats(self) -> None:
+        """Mean 0, whitening (or covariance) the identity, no batches seen."""
+        if self.running_mean is None or self.running_matrix is None or self.num_batches_tracked is None:
+            return
+        self.running_mean.zero_()
+        ones = torch.ones_like(self.running_mean)
+        self.running_matrix.copy_(torch.diag_embed(groups.pad_vector(ones, self.group_size)))
+        self.num_batches_tracked.zero_()
+
+    def reset_parameters(self) -> None:
+        """Scale 1, shift 0, running statistics as new."""
+        self.reset_running_stats()
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def whitening_matrix(self) -> Tensor:
+        """The whitening matrices ``[G, d, d]`` that eval uses; the rest of a smaller last group is zero."""
+        if self.running_matrix is None:
+            raise ValueError(
+                "this layer keeps no running statistics, so eval has no fixed whitening matrix; "
+                "build it with track_running_stats=True"
+            )
+        matrix = self.running_matrix.detach().to(plain.compute_dtype(self.running_matrix.dtype))
+        if self.running == "whitening":
+            return matrix
+        size = groups.effective_size(self.num_features, self.group_size)
+        return ops.inverse_sqrt(matrix, self.num_features, size, self.solver, self.num_iters, self.eps)[0]
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            # A layer is one node of a traced graph, as torch's own layers are.
+            tracer: Any = input.tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+        weight, bias, mean, matrix, count = self._tensors()
+        training = self.training
+        # As in BatchNorm: running statistics are updated in training if they are kept, and used in eval if they exist.
+        batch_statistics = training or mean is None
+        statistics = None
+        if mean is not None and (self.track_running_stats or not batch_statistics):
+            statistics = ops.Running(mean, matrix, count, self.momentum, self.running == "covariance")
+        # A compiler is not shown what changes from call to call: it would compile again.
+        eager = not (modes.is_recorded(input) or modes.is_transformed())
+        if eager and self._fused is not None:
+            facts, settings = self._fused
+            if facts == self._facts(input, weight, bias, mean, matrix):
+                # Like the batch before, for which all that follows has been gone through.
+                return fused.whiten_eagerly(input, weight, bias, settings, statistics)
+        self._check(input, weight, bias, mean, matrix)
+        group_size, group = self._matrix_shape[1], self._process_group(input) if training else None
+        if eager and batch_statistics and group is None and not self._warned:
+            self._warn_of_few_values(input, group_size)
+        impl = functional.choose_impl(self.impl, input, group_size, self.solver, group)
+        output = functional.normalize(
+            input,
+            statistics,
+            weight,
+            bias,
+            batch_statistics,
+            self.eps,
+            group_size,
+            self.solver,
+            self.num_iters,
+            impl,
+            self.activation,
+            group,
+        )
+        if impl == "triton" and training and eager:
+            settings = fused.Settings(group_size, self.solver, self.num_iters, self.eps, self.activation is not None)
+            self._fused = self._facts(input, weight, bias, mean, matrix), settings
+        return output
+
+    def _facts(self, input: Tensor, weight, bias, mean, matrix) -> tuple:
+        """All that `_check` looks at, and that the choice of the fused kernels depends on."""
+        return (
+            input.shape,
+            input.dtype,
+            input.device,
+            None if weight is None else weight.numel(),
+            None if bias is None else bias.numel(),
+            None if mean is None else mean.numel(),
+            None if matrix is None else matrix.shape,
+            self.training,
+            self.num_features,
+            self.eps,
+            self.momentum,
+            self.group_size,
+            self.solver,
+            self.num_iters,
+            self.impl,
+            self.activation,
+            self._process_group(input),
+        )
+
+    def _check(self, input: Tensor, weight, bias, mean, matrix) -> None:
+        functional.check_input(input)
+        self._check_input_dim(input)
+        if input.shape[1] != self.num_features:
+            raise ValueError(
+                f"expected an input of {self.num_features} channels (num_features), got {input.shape[1]}: "
+                f"shape {list(input.shape)}"
+            )
+        if self._settings() != self._checked:
+            self._check_attributes()
+        for name, vector in (("weight", weight), ("bias", bias), ("running_mean", mean)):
+            if vector is not None and vector.numel() != self.num_features:
+                raise ValueError(
+                    f"{name} has shape {list(vector.shape)}; {self.num_features} channels need [{self.num_features}]"
+                )
+        if matrix is not None and matrix.shape != self._matrix_shape:
+            raise ValueError(
+                f"running_{self.running} has shape {list(matrix.shape)}; {self.num_features} channels with "
+                f"group_size={self.group_size} need {list(self._matrix_shape)}"
+            )
+
+    def _warn_of_few_values(self, input: Tensor, group_size: int) -> None:
+        values = input.numel() // self.num_features
+        if 0 < values < group_size:
+            self._warned = True
+            warnings.warn(
+                f"{type(self).__name__}({self.num_features}) whitens groups of {group_size} channels, but this batch "
+                f"has only {values} values per channel (input of shape {list(input.shape)}): the covariance is "
+                f"singular, and what it says of most directions is noise. Use a group_size well below {values}, a "
+                "larger batch, or SyncIterNorm over several processes",
+                SmallBatchWarning,
+                stacklevel=3,
+            )
+
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        """Weight, bias, running mean, running matrix and the counter of batches."""
+        matrix = "running_whitening" if self.running == "whitening" else "running_covariance"
+        parameters, buffers = self._parameters, self._buffers
+        try:
+            # A module's own search for an attribute takes ten times as long.
+            values = parameters["weight"], parameters["bias"], buffers["running_mean"], buffers[matrix]
+            return *values, buffers["num_batches_tracked"]
+        except KeyError:
+            # A parametrization, or a replica on another GPU, has it in another place.
+            values = self.weight, self.bias, self.running_mean, self.running_matrix
+            return *values, self.num_batches_tracked
+
+    def __prepare_scriptable__(self) -> None:
+        """What `torch.jit.script` calls first."""
+        raise TypeError(
+            f"torch.jit.script cannot compile {type(self).__name__}; script what iternorm.fold(model.eval()) returns, "
+            "or use torch.jit.trace, or torch.compile and torch.export, which replace TorchScript"
+        )
+
+    def _process_group(self, input: Tensor) -> Any:
+        """The processes whose batches are one: none here; `iternorm.SyncIterNorm` has its own."""
+        return None
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        raise NotImplementedError
+
+    def _check_attributes(self) -> None:
+        """When the layer is made, and again where one of them has been set since. They become Python's own numbers."""
+        self.eps = functional.check_eps(self.eps)
+        self.momentum = functional.check_momentum(self.momentum)
+        self.group_size = functional.check_group_size(self.group_size)
+        self.num_iters = functional.check_num_iters(self.num_iters)
+        functional.check_impl(self.impl)
+        functional.check_activation(self.activation)
+        size = groups.effective_size(self.num_features, self.group_size)
+        self._matrix_shape = (groups.num_groups(self.num_features, self.group_size), size, size)
+        self._checked = self._settings()
+
+    def _settings(self) -> tuple:
+        numbers = self.num_features, self.eps, self.momentum, self.group_size, self.num_iters
+        return *numbers, self.impl, self.activation
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
+            f"track_running_stats={self.track_running_stats}, group_size={self.group_size}, {self._solver_repr()}, "
+            f"running={self.running!r}"
+            + (", bias=False" if self.affine and self.bias is None else "")
+            + (f", activation={self.activation!r}" if self.activation else "")
+        )
+
+    def _solver_repr(self) -> str:
+        return f"solver={self.solver!r}"
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        translated = checkpoints.translate(self, own)
+        for name, value in translated.items():
+            expected = getattr(self, name, None)
+            if isinstance(expected, Tensor) and isinstance(value, Tensor) and value.shape != expected.shape:
+                raise checkpoints.StateDictError(
+                    f"state_dict[{prefix + name!r}] has shape {list(value.shape)}, this layer has "
+                    f"{list(expected.shape)}; build the layer with the num_features ({self.num_features} here) and "
+                    f"group_size ({self.group_size} here) of the saved one"
+                )
+        # The caller's dict may be shared between layers: what was translated goes into a copy.
+        renamed = {key: value for key, value in state_dict.items() if not key.startswith(prefix)}
+        renamed.update({prefix + name: value for name, value in translated.items()})
+        # Not BatchNorm's own, which adds a count of batches to what it is given.
+        nn.Module._load_from_state_dict(
+            self, renamed, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+@complete
+class _IterNorm(WhiteningNorm):
+    """Iterative normalization.
+
+    Args:
+        num_iters: the paper's T, the number of Newton steps. 0 only scales all channels of a group alike; 5, the
+            paper's choice, whitens the directions of large variance and leaves small ones, which are mostly noise,
+            small; many steps come to ZCA.
+    """
+
+    solver = "newton"
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        group_size: int | None = 64,
+        num_iters: int = 5,
+        running: str = "whitening",
+        impl: str = "auto",
+        activation: str | None = None,
+    ) -> None:
+        num_iters = functional.check_num_iters(num_iters)
+        common: dict[str, Any] = {"group_size": group_size, "running": running, "impl": impl, "activation": activation}
+        common["bias"] = bias
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **common)
+        self.num_iters = num_iters
+        self._check_attributes()
+
+    def _solver_repr(self) -> str:
+        return f"num_iters={self.num_iters}"
+
+
+@complete
+class _DecorrelatedBatchNorm(WhiteningNorm):
+    """Decorrelated batch normalization: exact whitening.
+
+    Args:
+        solver: "zca" (the paper's DBN), "pca" or "cholesky". Principal axes can change places from batch to batch,
+            which spoils an average of their whitening matrices: give "pca" ``running="covariance"``.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        group_size: int | None = 16,
+        solver: str = "zca",
+        running: str = "whitening",
+        impl: str = "auto",
+        activation: str | None = None,
+    ) -> None:
+        functional.check_solver(solver)
+        common: dict[str, Any] = {"group_size": group_size, "running": running, "impl": impl, "activation": activation}
+        common["bias"] = bias
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **common)
+        self.solver = solver
+
+
+class _Rank1d(WhiteningNorm):
+    def _check_input_dim(self, input: Tensor) -> None:
+        _check_rank(input, (2, 3), "[N, C] or [N, C, L]")
+
+
+class _Rank2d(WhiteningNorm):
+    def _check_input_dim(self, input: Tensor) -> None:
+        _check_rank(input, (4,), "[N, C, H, W]")
+
+
+class _Rank3d(WhiteningNorm):
+    def _check_input_dim(self, input: Tensor) -> None:
+        _check_rank(input, (5,), "[N, C, D, H, W]")
+
+
+def _check_rank(input: Tensor, ranks: tuple[int, ...], form: str) -> None:
+    if input.ndim not in ranks:
+        expected = " or ".join(map(str, ranks))
+        raise ValueError(f"expected {expected}D input {form}, got {input.ndim}D input of shape {list(input.shape)}")
+
+
+@complete
+class IterNorm1d(_Rank1d, _IterNorm):
+    """Iterative normalization of ``[N, C]`` or ``[N, C, L]``.
+
+    Example:
+        >>> IterNorm1d(10, group_size=5)(torch.randn(8, 10)).shape
+        torch.Size([8, 10])
+    """
+
+
+@complete
+class IterNorm2d(_Rank2d, _IterNorm):
+    """Iterative normalization of ``[N, C, H, W]``.
+
+    Example:
+        >>> IterNorm2d(128)(torch.randn(8, 128, 4, 4)).shape
+        torch.Size([8, 128, 4, 4])
+    """
+
+
+@complete
+class IterNorm3d(_Rank3d, _IterNorm):
+    """Iterative normalization of ``[N, C, D, H, W]``.
+
+    Example:
+        >>> IterNorm3d(16)(torch.randn(2, 16, 3, 4, 4)).shape
+        torch.Size([2, 16, 3, 4, 4])
+    """
+
+
+@complete
+class DecorrelatedBatchNorm1d(_Rank1d, _DecorrelatedBatchNorm):
+    """Decorrelated batch normalization (DBN) of ``[N, C]`` or ``[N, C, L]``.
+
+    Example:
+        >>> DecorrelatedBatchNorm1d(32)(torch.randn(64, 32)).shape
+        torch.Size([64, 32])
+    """
+
+
+@complete
+class DecorrelatedBatchNorm2d(_Rank2d, _DecorrelatedBatchNorm):
+    """Decorrelated batch normalization (DBN) of ``[N, C, H, W]``.
+
+    Example:
+        >>> DecorrelatedBatchNorm2d(32)(torch.randn(8, 32, 4, 4)).shape
+        torch.Size([8, 32, 4, 4])
+    """
+
+
+@complete
+class DecorrelatedBatchNorm3d(_Rank3d, _DecorrelatedBatchNorm):
+    """Decorrelated batch normalization (DBN) of ``[N, C, D, H, W]``.
+
+    Example:
+        >>> DecorrelatedBatchNorm3d(32)(torch.randn(4, 32, 2, 4, 4)).shape
+        torch.Size([4, 32, 2, 4, 4])
+    """

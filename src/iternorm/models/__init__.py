@@ -1,0 +1,1 @@
+"""For networks that exist: convert, calibrate, fold."""

@@ -1,0 +1,308 @@
+"""A model with BatchNorm -> the same model with IterNorm, and back; and IterNorm before the last linear layer."""
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+
+from iternorm.backends.torch import plain
+from iternorm.layers import checkpoints
+from iternorm.layers.base import IterNorm1d, IterNorm2d, IterNorm3d, WhiteningNorm, _Rank1d, _Rank2d, _Rank3d
+from iternorm.layers.sync import SyncIterNorm
+from iternorm.models import replace
+from iternorm.models.followed import FOLLOWED, Followed, applies_children
+from iternorm.whitening import groups
+
+_TO_ITERNORM: dict[type[nn.Module], type] = {
+    nn.BatchNorm1d: IterNorm1d,
+    nn.BatchNorm2d: IterNorm2d,
+    nn.BatchNorm3d: IterNorm3d,
+    nn.SyncBatchNorm: SyncIterNorm,
+}
+# What the whitening layers of a rank, IterNorm and DecorrelatedBatchNorm, have in common.
+_TO_BATCHNORM: dict[type[nn.Module], type] = {
+    _Rank1d: nn.BatchNorm1d,
+    _Rank2d: nn.BatchNorm2d,
+    _Rank3d: nn.BatchNorm3d,
+    SyncIterNorm: nn.SyncBatchNorm,
+}
+
+
+@dataclass
+class ConversionReport:
+    """What a conversion did, as lists of (name, text) in the model's order; an empty name is the model itself."""
+
+    converted: list[tuple[str, str]] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        rows = [("converted", *row) for row in self.converted] + [("skipped", *row) for row in self.skipped]
+        return "\n".join(f"{kind:<9}  {name or '(the model)'}: {text}" for kind, name, text in rows)
+
+
+def convert_batchnorm(
+    model: nn.Module,
+    *,
+    where: replace.Where = "all",
+    group_size: int | None = 64,
+    num_iters: int = 5,
+    running: str = "whitening",
+    impl: str = "auto",
+    report: ConversionReport | None = None,
+) -> nn.Module:
+    """Replace BatchNorm layers by the IterNorm of their rank, SyncBatchNorm by SyncIterNorm.
+
+    Parameters, buffers, dtype, device, mode, requires_grad, hooks and other attributes go over. The whitening matrix
+    starts as the diagonal of BatchNorm's 1/√(var + eps), so the converted model gives the original's output in eval.
+    As in `torch.nn.SyncBatchNorm.convert_sync_batchnorm` children are replaced in place, and the model is returned (a
+    new layer where it is itself a BatchNorm). A layer used in several places is still one layer. Nothing is changed
+    when an error is raised.
+
+    A subclass that applies its own child modules after normalizing (timm's BatchNormAct2d: `drop`, then `act`) keeps
+    them, under their names; that this is what it does is tried on a small random input. A layer that cannot be
+    converted stays as it is and is named in a warning: a lazy layer before its first batch, a parametrized one, a
+    subclass whose `forward` does something else, an eps or a momentum that IterNorm does not take.
+
+    Args:
+        model: any module.
+        where: "all"; "first", the first BatchNorm in the order of `model.named_modules()` (the paper's L1); or a
+            predicate on (name, module).
+        group_size: channels whitened together; None is all of them.
+        num_iters: the paper's T.
+        running: "whitening" or "covariance"; the second does not reproduce BatchNorm exactly in eval.
+        impl: "auto", "triton", "native", "torch" or "reference".
+        report: filled with what was converted and what was not.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        >>> convert_batchnorm(model, group_size=4)[1]
+        IterNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, group_size=4, num_iters=5, \
+running='whitening')
+    """
+    words: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
+    # The arguments are checked by the layer, before anything is touched.
+    IterNorm1d(1, device="meta", **words)
+    report = ConversionReport() if report is None else report
+    chosen = list(replace.selected(_batchnorms(model), where, "BatchNorm"))
+    if not chosen:
+        warnings.warn("no BatchNorm layer was selected: the model is returned as it was", stacklevel=2)
+    replacements, converted, skipped = {}, [], []
+    for name, layer in chosen:
+        reason = _obstacle(layer)
+        if reason is None:
+            try:
+                new = _to_iternorm(layer, words)
+            except (TypeError, ValueError) as error:
+                reason = str(error)
+            else:
+                replacements[layer] = new
+                converted.append((name, f"{type(layer).__name__} -> {type(new).__name__}"))
+        if reason is not None:
+            skipped.append((name, f"{type(layer).__name__} {reason}"))
+    if skipped and where == "first":
+        raise ValueError(f"the first BatchNorm cannot be converted: {skipped[0][0]}: {skipped[0][1]}")
+    report.converted += converted
+    report.skipped += skipped
+    _warn_of(skipped)
+    return replace.replace_modules(model, replacements)
+
+
+def _warn_of(skipped: list[tuple[str, str]]) -> None:
+    if skipped:
+        each = "; ".join(f"{name or 'the model itself'}: {reason}" for name, reason in skipped)
+        warnings.warn(f"{len(skipped)} layer(s) were not converted and stay as they are: {each}", stacklevel=3)
+
+
+def _batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if (isinstance(layer, _BatchNorm) and not isinstance(layer, WhiteningNorm))
+        or (isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in getattr(layer, "original_name", ""))
+    ]
+
+
+def _obstacle(layer: Any) -> str | None:
+    """Why a layer cannot be converted, in words that follow its class; None where it can."""
+    if isinstance(layer, torch.jit.ScriptModule):
+        return "is compiled by TorchScript; convert the model before scripting it"
+    if isinstance(layer, LazyModuleMixin):
+        return _LAZY
+    if "forward" in vars(layer):
+        return "has a forward of its own set on the instance; replace it by hand"
+    if parametrize.is_parametrized(layer):
+        return "is parametrized; remove the parametrization first (torch.nn.utils.parametrize)"
+    base = _base(layer)
+    if base is None:
+        return "is derived from _BatchNorm directly, so the rank of its input is not known; replace it by hand"
+    if type(layer).forward is not base.forward and not applies_children(layer, base):
+        return "has a forward of its own, which is not a BatchNorm followed by its child modules; replace it by hand"
+    return None
+
+
+_LAZY = "has not seen a batch, so its number of channels is not known; run one batch first"
+
+
+def _base(layer: nn.Module) -> Any:
+    return next((base for base in _TO_ITERNORM if isinstance(layer, base)), None)
+
+
+def _to_iternorm(layer: Any, words: dict[str, Any]) -> nn.Module:
+    base = _base(layer)
+    target = _TO_ITERNORM[base]
+    follows = type(layer).forward is not base.forward
+    target = FOLLOWED[target] if follows else target
+    tracked = layer.running_mean is not None
+    args: list[Any] = [layer.num_features, layer.eps, layer.momentum, layer.affine, tracked]
+    new = target(*args, *([layer.process_group] if base is nn.SyncBatchNorm else []), device="meta", **words)
+    variance = layer.running_var
+    replace.carry(layer, new, without=("running_var", "process_group"))
+    new.track_running_stats = layer.track_running_stats
+    if tracked:
+        matrix = checkpoints.diagonal_from_variance(new, variance.to(plain.compute_dtype(variance.dtype)))
+        new._buffers[f"running_{new.running}"] = matrix.to(variance.dtype)
+        if new.num_batches_tracked is None or new.num_batches_tracked.is_meta:
+            new.num_batches_tracked = torch.tensor(0, device=variance.device)
+    if follows:
+        new.followers = tuple(layer._modules)
+        new.batchnorm_class = type(layer)
+    return new
+
+
+def convert_to_batchnorm(model: nn.Module, *, report: ConversionReport | None = None) -> nn.Module:
+    """Replace whitening layers by BatchNorm layers with the diagonal of their whitening matrix: the way back.
+
+    A layer that `convert_batchnorm` made and that was not trained since becomes the BatchNorm it was. What whitening
+    has learned between channels is lost: fine-tune afterwards, or at least `recalibrate`. In place, as
+    `convert_batchnorm`. A layer whose diagonal is no scale (``solver="pca"`` with averaged whitening matrices) stays,
+    with a warning that names it.
+    """
+    report = ConversionReport() if report is None else report
+    replacements, skipped = {}, []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, WhiteningNorm):
+            continue
+        reason = _diagonal_obstacle(layer)
+        if reason is None:
+            new = _to_batchnorm(layer)
+            replacements[layer] = new
+            report.converted.append((name, f"{type(layer).__name__} -> {type(new).__name__}"))
+        else:
+            skipped.append((name, f"{type(layer).__name__} {reason}"))
+    report.skipped += skipped
+    _warn_of(skipped)
+    return replace.replace_modules(model, replacements)
+
+
+def _diagonal_obstacle(layer: WhiteningNorm) -> str | None:
+    if isinstance(layer, LazyModuleMixin):
+        return _LAZY
+    if layer.activation is not None:
+        return f"has activation={layer.activation!r} in it, which no BatchNorm has; put a module behind it instead"
+    if layer.running_whitening is None:
+        return None
+    if layer.solver == "pca":
+        return "averages whitening matrices along principal axes, whose diagonal is no scale of channels"
+    diagonal = groups.unpad_vector(layer.running_whitening.diagonal(dim1=-2, dim2=-1), layer.num_features)
+    return None if bool((diagonal > 0).all()) else "has a whitening matrix whose diagonal is not positive"
+
+
+def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
+    layer: Any = whitening
+    base = next(target for kind, target in _TO_BATCHNORM.items() if isinstance(whitening, kind))
+    tracked = layer.running_mean is not None
+    args: list[Any] = [layer.num_features, layer.eps, layer.momentum, layer.affine, tracked]
+    new: Any = base(*args, *([layer.process_group] if base is nn.SyncBatchNorm else []), device="meta")
+    if isinstance(whitening, Followed):
+        new.__class__ = whitening.batchnorm_class
+    whitening_words = ("group_size", "num_iters", "running", "impl", "activation", "solver", "followers")
+    whitening_words += ("batchnorm_class", "_checked", "_matrix_shape", "_fused", "_warned")
+    matrices = ("running_whitening", "running_covariance")
+    replace.carry(layer, new, without=(*whitening_words, *matrices, "process_group", "_agreed"))
+    new.track_running_stats = layer.track_running_stats
+    if tracked:
+        matrix = layer.running_matrix
+        diagonal = groups.unpad_vector(matrix.diagonal(dim1=-2, dim2=-1), layer.num_features)
+        if layer.running == "whitening":
+            # 1/√(var + eps) is the diagonal; a variance below eps may come out below zero by rounding.
+            scale = diagonal.to(plain.compute_dtype(diagonal.dtype))
+            diagonal = (scale**-2 - layer.eps).clamp(min=0).to(matrix.dtype)
+        new.running_var = diagonal.clone()
+    return new
+
+
+def convert_sync_iternorm(module: nn.Module, process_group: Any = None, *, batchnorm: bool = False) -> nn.Module:
+    """Replace every IterNorm1d/2d/3d by a SyncIterNorm with the same parameters and buffers.
+
+    As `torch.nn.SyncBatchNorm.convert_sync_batchnorm`: children are replaced in place and the module is returned (a
+    new one where it is itself an IterNorm). Layers that are synchronized already take the new process group.
+    DecorrelatedBatchNorm layers have no synchronized form: they are left as they are, with a warning that names them.
+    So are lazy layers before their first batch, and, with `batchnorm`, subclasses of BatchNorm with a forward of their
+    own.
+
+    Args:
+        module: the model.
+        process_group: the processes to synchronize over; None is all of them.
+        batchnorm: replace BatchNorm layers by `torch.nn.SyncBatchNorm`, too. Torch's own conversion raises on a model
+            with layers of this package in it.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), IterNorm2d(8))
+        >>> convert_sync_iternorm(model)[1]
+        SyncIterNorm(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, group_size=64, num_iters=5, \
+running='whitening')
+    """
+    replacements: dict[nn.Module, nn.Module] = {}
+    left = []
+    for name, layer in module.named_modules():
+        if isinstance(layer, (IterNorm1d, IterNorm2d, IterNorm3d)):
+            replacements[layer] = _synchronized(layer, process_group)
+        elif isinstance(layer, SyncIterNorm) or not isinstance(layer, _BatchNorm):
+            continue
+        elif batchnorm and _is_plain_batchnorm(layer):
+            replacements[layer] = _sync_batchnorm(layer, process_group)
+        elif batchnorm or isinstance(layer, WhiteningNorm):
+            left.append(replace.named(name, layer))
+    if left:
+        warnings.warn(f"these layers have no synchronized form and stay as they are: {', '.join(left)}", stacklevel=2)
+    for layer in module.modules():
+        if isinstance(layer, SyncIterNorm):
+            layer.process_group = process_group
+    return replace.replace_modules(module, replacements)
+
+
+def _is_plain_batchnorm(layer: nn.Module) -> bool:
+    base = _base(layer)
+    return base is not None and type(layer).forward is base.forward
+
+
+def _sync_batchnorm(layer: Any, process_group: Any) -> nn.Module:
+    args = layer.num_features, layer.eps, layer.momentum, layer.affine, layer.running_mean is not None
+    result = nn.SyncBatchNorm(*args, process_group, device="meta")
+    replace.carry(layer, result)
+    result.track_running_stats = layer.track_running_stats
+    return result
+
+
+def _synchronized(layer: Any, process_group: Any) -> SyncIterNorm:
+    impl = layer.impl if layer.impl in ("torch", "native") else "auto"
+    words = {"group_size": layer.group_size, "num_iters": layer.num_iters, "running": layer.running, "impl": impl}
+    words["activation"] = layer.activation
+    kind = FOLLOWED[SyncIterNorm] if isinstance(layer, Followed) else SyncIterNorm
+    result = kind(
+        layer.num_features,
+        layer.eps,
+        layer.momentum,
+        layer.affine,
+        layer.track_running_stats,
+        process_group,
+        device="meta",
+        **words,
+    )
+    replace.carry(layer, result)
+    return result

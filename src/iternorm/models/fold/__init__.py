@@ -1,0 +1,1 @@
+"""A network without its whitening layers."""

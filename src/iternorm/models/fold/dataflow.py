@@ -1,0 +1,220 @@
+"""Which layer feeds which whitening layer, and nothing else: what folding must know of a model.
+
+Two ways to find out. `traced` follows the model symbolically with torch.fx and needs no input; it stops at control flow
+that depends on the input. `recorded` runs the model once on given inputs and watches every operation.
+"""
+
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from iternorm.layers.base import WhiteningNorm
+
+LINEAR_MAPS = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+# Layers that give back their input in eval.
+_PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass
+class Flow:
+    """The neighbours of each whitening layer that is called once, and the dimensions of its input where known.
+
+    `previous` is a linear map called once, whose output goes into the whitening layer and nowhere else; `following` is
+    one called once, that alone takes the whitening layer's output.
+    """
+
+    previous: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    following: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    dimensions: dict[nn.Module, set[int]] = field(default_factory=lambda: defaultdict(set))
+
+
+def is_linear_map(layer: Any) -> bool:
+    """Whether a layer is one of torch's own convolutions or linear layers, or behaves as one."""
+    base = next((base for base in LINEAR_MAPS if isinstance(layer, base)), None)
+    if base is None or "forward" in vars(layer):
+        return False
+    methods = ("forward", "_conv_forward") if hasattr(base, "_conv_forward") else ("forward",)
+    # A parametrization derives the class anew, and computes the weight anew at every use.
+    own = type(layer).__module__.startswith("torch.nn.utils.parametri")
+    return (
+        not own
+        and "parametrizations" not in layer._modules
+        and all(getattr(type(layer), name) is getattr(base, name) for name in methods)
+    )
+
+
+def traced(model: nn.Module) -> Flow:
+    """The flow by torch.fx. Raises ValueError, naming the module, where the model cannot be traced."""
+    if isinstance(model, WhiteningNorm):
+        return Flow()
+    tracer = _Tracer()
+    try:
+        graph = tracer.trace(model)
+    except Exception as error:
+        raise ValueError(
+            f"torch.fx cannot trace {type(model).__name__} at {tracer.innermost}: {error}. "
+            "Give example_inputs to follow a run of the model instead, or fold layer by layer with "
+            "iternorm.fold_into_previous_layer and iternorm.fold_into_next_layer"
+        ) from error
+    layers = dict(model.named_modules(remove_duplicate=False))
+    called = {node: layers[str(node.target)] for node in graph.nodes if node.op == "call_module"}
+    # A parameter that the code reads by itself must keep its value.
+    read = {
+        layers[str(n.target).rpartition(".")[0]] for n in graph.nodes if n.op == "get_attr" and "." in str(n.target)
+    }
+    once = _called_once(called.values(), model) - read
+    flow = Flow()
+    for node, norm in called.items():
+        if not isinstance(norm, WhiteningNorm) or norm not in once:
+            continue
+        source, alone = _source(node), True
+        while isinstance(source, fx.Node):
+            alone = alone and len(source.users) == 1
+            if not isinstance(called.get(source), _PASSING):
+                break
+            source = _source(source)
+        if alone and isinstance(source, fx.Node) and is_linear_map(called.get(source)) and called[source] in once:
+            flow.previous[norm] = called[source]
+        target = node
+        while len(target.users) == 1:
+            target = next(iter(target.users))
+            if not isinstance(called.get(target), _PASSING):
+                if is_linear_map(called.get(target)) and called[target] in once:
+                    flow.following[norm] = called[target]
+                break
+    return flow
+
+
+def _source(node: fx.Node) -> Any:
+    """The input of a call of a layer."""
+    return node.args[0] if node.args else node.kwargs.get("input")
+
+
+def _called_once(calls: Iterable[nn.Module], model: nn.Module) -> set[nn.Module]:
+    """Layers called once, found in one place, with parameters of their own, that no hook watches or changes."""
+    places = Counter(layer for _, layer in model.named_modules(remove_duplicate=False))
+    owners = Counter(p for layer in model.modules() for p in layer._parameters.values())
+    return {
+        layer
+        for layer, times in Counter(calls).items()
+        if times == 1
+        and places[layer] == 1
+        and not has_hooks(layer)
+        and all(owners[p] == 1 for p in layer._parameters.values() if p is not None)
+    }
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether hooks see, or change, what goes through the layer."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+
+
+class _Tracer(fx.Tracer):
+    """Keeps whitening layers whole, gives the model its required arguments only, and knows where it is."""
+
+    innermost = "its own forward"
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, (WhiteningNorm, *LINEAR_MAPS)) or super().is_leaf_module(m, module_qualified_name)
+
+    def create_args_for_root(self, root_fn, is_module, concrete_args=None):
+        parameters = list(inspect.signature(self.root.forward).parameters.values())
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        required = [p for p in positional if p.default is p.empty] or positional[:1]
+        return root_fn, [self.root, *(self.create_proxy("placeholder", p.name, (), {}) for p in required)]
+
+    def call_module(self, m, forward, args, kwargs):
+        outer = self.innermost
+        self.innermost = f"{self.path_of_module(m)!r} ({type(m).__name__})"
+        result = super().call_module(m, forward, args, kwargs)
+        # Left as it is by an exception: that is what the message names.
+        self.innermost = outer
+        return result
+
+
+def recorded(model: nn.Module, example_inputs: tuple[Any, ...]) -> Flow:
+    """The flow of one run of the model on `example_inputs`, and the dimensions of the whitening layers' inputs."""
+    recorder = _Recorder()
+    handles = []
+    for layer in model.modules():
+        if isinstance(layer, WhiteningNorm) or is_linear_map(layer):
+            handles.append(layer.register_forward_pre_hook(recorder.enter, prepend=True))
+            handles.append(layer.register_forward_hook(recorder.leave))
+    try:
+        with torch.no_grad(), recorder:
+            outputs = model(*example_inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recorder.flow(model, outputs)
+
+
+class _Recorder(TorchDispatchMode):
+    """Every tensor with the layer that made it and those that used it; what is outside any such layer is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[nn.Module] = []
+        self.calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+        self.inputs: list[Any] = []
+        self.users: dict[int, set[nn.Module | None]] = defaultdict(set)
+        # Tensors are told apart by their address, so none may be freed while the model runs.
+        self.kept: list[Any] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.use((args, kwargs))
+        result = func(*args, **kwargs)
+        self.kept.append(result)
+        return result
+
+    def use(self, tree: Any) -> None:
+        user = self.stack[-1] if self.stack else None
+        for value in tree_leaves(tree):
+            if isinstance(value, Tensor):
+                self.users[id(value)].add(user)
+                self.kept.append(value)
+
+    def enter(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        self.stack.append(layer)
+        self.inputs.append(args[0] if args else None)
+        # A kernel of our own takes its input without an operation that could be seen.
+        self.use(args)
+
+    def leave(self, layer: nn.Module, args: Any, output: Any) -> None:
+        self.calls.append((self.stack.pop(), self.inputs.pop(), output))
+        self.kept.append(output)
+
+    def flow(self, model: nn.Module, outputs: Any) -> Flow:
+        self.use(outputs)
+        once = _called_once((layer for layer, _, _ in self.calls), model)
+        once = {layer for layer in once if all(self.users[id(p)] <= {layer} for p in layer.parameters(recurse=False))}
+        maker = {id(output): layer for layer, _, output in reversed(self.calls)}
+        flow = Flow()
+        for layer, source, output in self.calls:
+            if isinstance(layer, WhiteningNorm) and isinstance(source, Tensor):
+                flow.dimensions[layer].add(source.ndim)
+                previous = maker.get(id(source))
+                if layer in once and previous in once and is_linear_map(previous) and self.users[id(source)] == {layer}:
+                    flow.previous[layer] = previous
+            following = next((user for user in self.users[id(output)] if user is not None), None)
+            if isinstance(layer, WhiteningNorm) and layer in once and following in once and is_linear_map(following):
+                takes = any(user is following and taken is output for user, taken, _ in self.calls)
+                if takes and self.users[id(output)] == {following}:
+                    flow.following[layer] = following
+        return flow

@@ -1,0 +1,182 @@
+"""An eval-mode model -> the same model without its whitening layers, by `iternorm.models.fold.weights`."""
+
+import copy
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from iternorm.layers.base import WhiteningNorm, _Rank2d, _Rank3d
+from iternorm.models import replace
+from iternorm.models.features import DecorrelatedLinear
+from iternorm.models.fold import dataflow
+from iternorm.models.fold import weights as fold_layers
+from iternorm.models.followed import Followed
+
+
+class Folded(NamedTuple):
+    """One row of the table: the whitening layer, what became of it, the layer it went into, and why not a neighbour."""
+
+    name: str
+    how: str
+    into: str
+    reason: str
+
+
+class FoldTable(list[Folded]):
+    """What went where; printed as a table."""
+
+    def __str__(self) -> str:
+        rows = [Folded._fields, *(tuple(row) for row in self)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(Folded._fields))]
+        return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(r, widths, strict=True)).rstrip() for r in rows)
+
+
+def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.0) -> tuple[nn.Module, FoldTable]:
+    """An eval-mode copy of the model without its whitening layers, and a table of what went where.
+
+    Each whitening layer goes, in this order of preference, into the convolution, transposed convolution or linear
+    layer before it ("previous"), into the unpadded convolution or linear layer after it ("next"), or becomes one
+    grouped 1x1 convolution or linear map ("pointwise"): where a ReLU or an addition lies between, where a neighbour is
+    used more than once, shares its weights, is parametrized, or is watched by a hook. A folded layer leaves an
+    `nn.Identity` in its place.
+
+    Which layers are neighbours is found by tracing with torch.fx, or, with `example_inputs`, by following one run of
+    the model: for models whose forward torch.fx cannot trace. Then what is found holds for the path of that run.
+    Without it, a linear layer beside an IterNorm1d is taken to have ``[N, C]`` there.
+
+    Args:
+        model: in eval mode. It is not changed.
+        example_inputs: a tensor, or a tuple of the model's arguments.
+        max_growth: where whitening mixes the groups of a grouped convolution, folding makes them wider. It is done
+            where the multiplications become at most this many times those of the convolution and a separate 1x1
+            convolution: infinity folds always, and turns depthwise convolutions into dense ones.
+
+    Example:
+        >>> from iternorm import IterNorm2d
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), IterNorm2d(8), nn.ReLU()).eval()
+        >>> folded, table = fold(model)
+        >>> print(table)
+        name  how       into  reason
+        1     previous  0
+        >>> folded[1]
+        Identity()
+    """
+    norms = {layer: name for name, layer in model.named_modules() if isinstance(layer, WhiteningNorm)}
+    if model.training:
+        raise ValueError("the model is in training mode, where whitening is no fixed map; call model.eval() first")
+    for norm, name in norms.items():
+        if isinstance(norm, LazyModuleMixin):
+            raise ValueError(f"{name or 'the model'} has not seen a batch, so it has no map yet; run one batch first")
+        if norm.training or norm.running_mean is None:
+            state = "is in training mode" if norm.training else "keeps no running statistics"
+            raise ValueError(f"{name or 'the model'} {state}, so it has no fixed map; fold needs an eval-mode model")
+    if max_growth < 1:
+        raise ValueError(f"max_growth={max_growth} must be at least 1; 2 is the default, infinity folds always")
+    model = copy.deepcopy(model)
+    table = FoldTable()
+    model = _fold_decorrelated(model, table)
+    if any(isinstance(layer, WhiteningNorm) for layer in model.modules()):
+        if example_inputs is None:
+            flow = dataflow.traced(model)
+        else:
+            inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+            flow = dataflow.recorded(model, inputs)
+        model = _fold_all(model, flow, max_growth, table)
+    order = {name: i for i, name in enumerate(norms.values())}
+    table.sort(key=lambda row: order[row.name])
+    return model, table
+
+
+def _fold_decorrelated(model: nn.Module, table: FoldTable) -> nn.Module:
+    """The linear layers that `decorrelate_features` made: their norm goes into themselves."""
+    replacements: dict[nn.Module, nn.Module] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, DecorrelatedLinear) and not dataflow.has_hooks(layer.norm):
+            plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
+            replace.carry(layer, plain, without=("norm",))
+            replacements[layer] = fold_layers.with_weights(
+                plain, fold_layers.fold_into_next(layer.weight, layer.bias, *fold_layers.eval_map(layer.norm))
+            )
+            table.append(Folded(f"{name}.norm".lstrip("."), "next", name, ""))
+    return replace.replace_modules(model, replacements)
+
+
+def _fold_all(model: nn.Module, flow: dataflow.Flow, max_growth: float, table: FoldTable) -> nn.Module:
+    names = {layer: name for name, layer in model.named_modules()}
+    # What a neighbour has become: it may have a norm on either side.
+    current: dict[nn.Module, nn.Module] = {}
+    for norm in [layer for layer in names if isinstance(layer, WhiteningNorm)]:
+        matrix, _ = fold_layers.eval_map(norm)
+        reasons, place = [], None
+        for how, neighbour in (("previous", flow.previous.get(norm)), ("next", flow.following.get(norm))):
+            reason = "no linear map that is used once, joined to it alone" if neighbour is None else None
+            if neighbour is not None:
+                reason = _reason_against(how, norm, current.get(neighbour, neighbour), matrix, flow, max_growth)
+            if reason is None and neighbour is not None:
+                layer = current.get(neighbour, neighbour)
+                if how == "previous":
+                    current[neighbour] = fold_layers.fold_into_previous_layer(layer, _linear_part(norm))
+                else:
+                    current[neighbour] = fold_layers.fold_into_next_layer(norm, layer)
+                place = nn.Identity()
+                table.append(Folded(names[norm], how, names[neighbour], ""))
+                break
+            reasons.append(f"{how}: {reason}")
+        if place is None:
+            dimensions = flow.dimensions[norm]
+            known = next(iter(dimensions)) if len(dimensions) == 1 else None
+            place = fold_layers.fold_pointwise(_linear_part(norm), known)
+            table.append(Folded(names[norm], "pointwise", "", "; ".join(reasons)))
+        current[norm] = _in_place_of(norm, place)
+    return replace.replace_modules(model, current)
+
+
+def _reason_against(
+    how: str, norm: Any, layer: Any, matrix: Tensor, flow: dataflow.Flow, max_growth: float
+) -> str | None:
+    """Why a norm does not go into a neighbour; None where it does."""
+    if how == "next" and (isinstance(norm, Followed) or norm.activation is not None):
+        return "an activation lies between"
+    if isinstance(layer, nn.Linear):
+        dimensions = flow.dimensions[norm]
+        if (dimensions and dimensions != {2}) or isinstance(norm, (_Rank2d, _Rank3d)):
+            return "the linear layer's features are not the norm's channels"
+    if how == "next" and not fold_layers.takes_a_shift(layer):
+        return "zeros are padded between"
+    if _width(layer, how) != norm.num_features:
+        return f"it has {_width(layer, how)} channels there, the norm {norm.num_features}"
+    count = getattr(layer, "groups", 1)
+    wide = fold_layers.num_groups(matrix, count)
+    if wide < count:
+        pointwise = len(matrix) ** 2 // fold_layers.num_groups(matrix, len(matrix))
+        growth = layer.weight.numel() * (count // wide) / (layer.weight.numel() + pointwise)
+        if growth > max_growth:
+            return f"its {count} groups would become {wide}, {growth:.1f} times the multiplications"
+    return None
+
+
+def _width(layer: Any, how: str) -> int:
+    """The number of channels on the side of the layer that the norm is on."""
+    if isinstance(layer, nn.Linear):
+        return layer.out_features if how == "previous" else layer.in_features
+    return layer.out_channels if how == "previous" else layer.in_channels
+
+
+def _linear_part(norm: WhiteningNorm) -> WhiteningNorm:
+    """The norm without its activation, which `_in_place_of` puts back."""
+    bare = copy.copy(norm)
+    bare.activation = None
+    return bare
+
+
+def _in_place_of(norm: WhiteningNorm, layer: nn.Module) -> nn.Module:
+    """What stands where the norm stood: the layer, the modules that followed the norm inside it, and its hooks."""
+    kept: list[tuple[str, nn.Module]] = [] if norm.activation is None else [("activation", nn.ReLU())]
+    if isinstance(norm, Followed):
+        kept += [(name, norm.get_submodule(name)) for name in norm.followers]
+    if kept:
+        layer = nn.Sequential(OrderedDict([("map", layer), *kept]))
+    replace.carry_hooks(norm, layer)
+    return layer.eval()

@@ -1,0 +1,118 @@
+"""Putting one layer in another's place: what goes over, and where the old one is found in a model."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import _WrappedHook
+
+_HOOKS = (
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+# What a frozen layer has of its own in place of the methods of its class.
+_FROZEN = ("train", "reset_running_stats")
+
+Where = str | Callable[[str, nn.Module], bool]
+
+
+class Frozen:
+    """A layer's `train` while its statistics are frozen: the layer stays in eval, its children follow the mode."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        nn.Module.train(self.layer, mode)
+        self.layer.training = False
+        return self.layer
+
+
+class Kept:
+    """A layer's `reset_running_stats` while its statistics are frozen: a tool that resets all layers is told."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self) -> None:
+        name = type(self.layer).__name__
+        warnings.warn(f"{name} is frozen and keeps its statistics; call iternorm.unfreeze first", stacklevel=2)
+
+
+def freeze(layer: nn.Module) -> None:
+    layer.__dict__.update(train=Frozen(layer), reset_running_stats=Kept(layer))
+    layer.training = False
+
+
+def unfreeze(layer: nn.Module) -> None:
+    for name in _FROZEN:
+        layer.__dict__.pop(name, None)
+
+
+def is_frozen(layer: nn.Module) -> bool:
+    return isinstance(vars(layer).get("train"), Frozen)
+
+
+def carry(old: nn.Module, new: nn.Module, without: tuple[str, ...] = ()) -> None:
+    """Give `new` the parameters, buffers, children, mode, hooks and other attributes of `old`, less those `without`.
+
+    The very tensors go over, so that optimizers and ties still hold them. What `new` has set for itself and `old` does
+    not have stays.
+    """
+    for kind in ("_parameters", "_buffers", "_modules"):
+        taken = {name: value for name, value in getattr(old, kind).items() if name not in without}
+        getattr(new, kind).update(taken)
+    new._non_persistent_buffers_set |= old._non_persistent_buffers_set - set(without)
+    carry_hooks(old, new)
+    for name, value in vars(old).items():
+        if name not in vars(new) and name not in without and name not in _FROZEN:
+            new.__dict__[name] = value
+    new.training = old.training
+    if is_frozen(old):
+        freeze(new)
+
+
+def carry_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give `new` the hooks of `old`: the very dicts, so that handles still remove them."""
+    for name in _HOOKS:
+        new.__dict__[name] = old.__dict__[name]
+    for handle, hook in new._load_state_dict_pre_hooks.items():
+        if isinstance(hook, _WrappedHook) and hook.with_module:
+            new._load_state_dict_pre_hooks[handle] = _WrappedHook(hook.hook, new)
+
+
+def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Put each replacement in every place its key is found in; the model is returned, or its own replacement."""
+    parents = list(model.modules()) + list(replacements.values())
+    for parent in parents:
+        for name, child in parent._modules.items():
+            if child is not None and child in replacements and replacements[child] is not parent:
+                parent._modules[name] = replacements[child]
+    return replacements.get(model, model)
+
+
+def selected(layers: list[tuple[str, nn.Module]], where: Where, kind: str) -> Iterator[tuple[str, nn.Module]]:
+    """The layers that `where` asks for: "all", "first" in the model's own order, or a predicate on (name, module)."""
+    if callable(where):
+        return ((name, layer) for name, layer in layers if where(name, layer))
+    if where not in ("all", "first"):
+        raise ValueError(f'where={where!r} is not known; give "all", "first" or a predicate on (name, module)')
+    if where == "first" and not layers:
+        raise ValueError(f'where="first" needs a {kind} layer, and the model has none; nothing was changed')
+    return iter(layers if where == "all" else layers[:1])
+
+
+def named(name: str, layer: Any) -> str:
+    return f"{name or 'the model itself'} ({type(layer).__name__})"

@@ -1,0 +1,1 @@
+"""How layers and networks are timed against each other: turns, threads, clocks, rivals."""

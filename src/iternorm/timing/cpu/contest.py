@@ -1,0 +1,118 @@
+"""The run on a CPU: every rival on every case, in interleaved rounds."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from iternorm.report.provenance import provenance
+from iternorm.timing.cpu.devices import Case, Contestant, CpuDevice, set_malloc_thresholds
+from iternorm.timing.cpu.rivals import PAPER_MS, Rival, standard_rivals
+from iternorm.timing.threads import num_threads
+from iternorm.timing.turns import in_turns
+
+# The rivals that the ratios are taken to, by name.
+CONVOLUTION, BATCH_NORM = "conv3x3", "BatchNorm2d"
+# Calls that are made and thrown away before the first round: allocators, algorithm searches and caches settle.
+WARMUP_ROUNDS = 2
+# The activations of the paper's Table A1.
+TABLE_A1 = (Case((64, 64, 32, 32)), Case((64, 128, 32, 32)))
+
+
+def run(
+    cases: Sequence[Case] = TABLE_A1,
+    *,
+    rounds: int = 15,
+    threads: int | None = None,
+    rivals: Callable[[int], Sequence[Rival]] = standard_rivals,
+    progress: Callable[[], None] | None = None,
+) -> dict:
+    """Time every rival on every case.
+
+    A round times each rival once, in an order of its own: see `in_turns`.
+
+    Args:
+        cases: The activations.
+        rounds: The number of timings of each rival.
+        threads: The number of CPU threads torch uses; None leaves it as it is.
+        rivals: Makes the rivals from the number of channels.
+        progress: Called after each timing; there are `count_timings` of them.
+
+    Returns:
+        `provenance`, `settings`, and in `cases` a list of `shape`, `dtype`, `channels_last` and `rivals`.
+    """
+    check_arguments("cpu", rounds, threads)
+    allocator = set_malloc_thresholds()
+    with num_threads(threads):
+        notify = progress or (lambda: None)
+        return {
+            "provenance": provenance(),
+            "settings": {
+                "rounds": rounds,
+                "warmup_rounds": WARMUP_ROUNDS,
+                "malloc_thresholds_set": allocator,
+            },
+            "cases": [_run_case(case, rounds, rivals(case.shape[1]), notify) for case in cases],
+        }
+
+
+def check_arguments(device: str, rounds: int, threads: int | None = None, quick: bool = False) -> None:
+    """Raise a ValueError for what `run` and `cuda.run` cannot do."""
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} is not known here: use 'cpu' or 'cuda'")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda' needs a CUDA device and torch sees none: use device='cpu'")
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds} times nothing: use 1 or more")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads} is no number of threads: use 1 or more")
+    if quick and device == "cpu":
+        raise ValueError("quick=True is for device='cuda'; on a CPU use fewer rounds")
+
+
+def count_timings(
+    cases: Sequence[Case] = TABLE_A1, *, rounds: int = 15, rivals: Callable[[int], Sequence[Rival]] = standard_rivals
+) -> int:
+    """How often `run` calls its `progress`."""
+    return sum(len(rivals(case.shape[1])) for case in cases) * (WARMUP_ROUNDS + rounds)
+
+
+def _run_case(case: Case, rounds: int, rivals: Sequence[Rival], progress: Callable[[], None]) -> dict:
+    device, target = CpuDevice(), torch.device("cpu")
+    x, grad_output = case.make(target)
+    with torch.random.fork_rng(devices=[]):
+        contestants = [Contestant(rival, case, target, x, grad_output) for rival in rivals]
+    samples: dict[str, list[float]] = {rival.name: [] for rival in rivals}
+    for round_index, contestant in in_turns(contestants, rounds, WARMUP_ROUNDS):
+        elapsed = device.milliseconds(contestant)
+        if round_index >= 0:
+            samples[contestant.rival.name].append(elapsed)
+        progress()
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    activation_bytes = x.numel() * x.element_size()
+    rows = []
+    for contestant in contestants:
+        name, median = contestant.rival.name, medians[contestant.rival.name]
+        paper = PAPER_MS.get(contestant.rival.paper or "", {}).get(case.shape[1])
+        rows.append(
+            {
+                "name": name,
+                "median_ms": median,
+                "min_ms": min(samples[name]),
+                "max_ms": max(samples[name]),
+                "samples_ms": samples[name],
+                "ratio_to_convolution": median / medians[CONVOLUTION] if CONVOLUTION in medians else None,
+                "ratio_to_batch_norm": median / medians[BATCH_NORM] if BATCH_NORM in medians else None,
+                # Every rival's step allocates its output and the gradient of its input: two activations.
+                "extra_activations": device.peak_bytes(contestant) / activation_bytes - 2,
+                "paper_ms": paper,
+                "paper_ratio_to_convolution": paper and paper / PAPER_MS["cudnn convolution"][case.shape[1]],
+            }
+        )
+        contestant.clear()
+    return {
+        "shape": list(case.shape),
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "channels_last": case.channels_last,
+        "rivals": rows,
+    }

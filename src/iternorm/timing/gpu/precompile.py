@@ -1,0 +1,109 @@
+"""Compile what the contest will run, in several processes at once, into the caches on disk.
+
+One process after the other would wait minutes for kernels that sixteen cores compile in half a one. Nothing depends on
+it: what was not compiled here is compiled when it is first run.
+"""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from iternorm.timing.cpu.devices import Case
+from iternorm.timing.gpu.cases import LAYOUTS, Shape, rivals_for
+from iternorm.timing.gpu.clock import matmul_precision, reason
+
+# A kernel of ours is the same for every batch; one of torch.compile is made for the very shape.
+SMALL_BATCH = 4
+# After so many seconds the contest begins with what there is.
+PATIENCE = 150
+
+
+class Job(NamedTuple):
+    """One rival's first step in one layout, or for a name of None VGG's first step with IterNorm."""
+
+    name: str | None
+    shape: Shape
+    dtype: torch.dtype
+    layout: str
+
+
+def jobs_for(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], quick: bool = False) -> list[Job]:
+    """All that has to be compiled, the slowest first, and no kernel twice."""
+    jobs: dict[tuple, Job] = {}
+    for shape in shapes:
+        for dtype in dtypes:
+            for rival in rivals_for(shape, dtype, quick):
+                if not rival.compiles:
+                    continue
+                # Of a shape our kernels know whether groups are full and whether rows are aligned.
+                kind = shape if rival.compiled else (shape[1] % 64 == 0, shape[2] * shape[3] % 16 == 0)
+                for layout in LAYOUTS:
+                    jobs.setdefault((rival.name, kind, dtype, layout), Job(rival.name, shape, dtype, layout))
+    found = sorted(jobs.values(), key=lambda job: "compiled" not in (job.name or ""))
+    image = (SMALL_BATCH, 3, 32, 32)
+    return [*found, Job(None, image, torch.float32, "NCHW"), Job(None, image, torch.bfloat16, "NHWC")]
+
+
+def compile_all(jobs: Sequence[Job], device: str = "cuda", processes: int | None = None) -> dict:
+    """Run the first step of every job in other processes.
+
+    Returns:
+        `processes`, `seconds`, `jobs` and `failed`, a list of reasons: the contest meets the same errors itself.
+    """
+    start = time.perf_counter()
+    if processes is None:
+        processes = min(12, len(jobs), (os.cpu_count() or 1) - 2)
+    summary = {"processes": max(processes, 0), "jobs": len(jobs), "failed": []}
+    if processes >= 2:
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(processes, initializer=_be_modest) as pool:
+            answers = [(job, pool.apply_async(_attempt, (job, device))) for job in jobs]
+            for job, answer in answers:
+                try:
+                    error = answer.get(max(0.0, start + PATIENCE - time.perf_counter()))
+                except multiprocessing.TimeoutError:
+                    error = f"not ready after {PATIENCE} s"
+                if error is not None:
+                    where = f"{job.name or 'VGG'} {job.shape} {job.dtype} {job.layout}"
+                    summary["failed"].append(f"{where}: {error}")
+    return {**summary, "seconds": time.perf_counter() - start}
+
+
+def _be_modest() -> None:
+    """Many of these run side by side: no compiler of theirs starts more."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
+def _attempt(job: Job, device: str) -> str | None:
+    """Why the first step of a job failed, in words: not every compiler's error can travel between processes."""
+    try:
+        first_step(job, device)
+    except Exception as error:
+        return reason(error)
+    return None
+
+
+def first_step(job: Job, device: str) -> None:
+    """The first step of a job, on a small batch where that gives the same kernels."""
+    from iternorm.timing.gpu.contest import Entry
+    from iternorm.timing.gpu.training import Setting, TrainingStep, norms
+
+    target = torch.device(device)
+    if job.name is None:
+        with matmul_precision("high"):
+            (norm,) = (norm for norm in norms(quick=True) if norm.name == "IterNorm d=64")
+            TrainingStep(norm.make, Setting(job.dtype, job.layout), target)()
+    else:
+        (rival,) = (rival for rival in rivals_for(job.shape, job.dtype) if rival.name == job.name)
+        shape = job.shape if rival.compiled else (SMALL_BATCH, *job.shape[1:])
+        entry = Entry(rival, job.layout, *Case(shape, job.dtype, LAYOUTS[job.layout]).make(target))
+        with matmul_precision(entry.precision):
+            entry.build()
+            entry.step()
+    if target.type == "cuda":
+        torch.cuda.synchronize(target)

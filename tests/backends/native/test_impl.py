@@ -1,0 +1,165 @@
+"""The layers by the C kernels: the same numbers as by torch, gradients, and when each is taken."""
+
+import pytest
+import torch
+from checks import correlated, relative_error
+
+import iternorm
+from iternorm import functional
+from iternorm.backends.native import build, verbs
+from iternorm.backends.torch import plain
+from iternorm.whitening import ops
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built():
+    for dtype in (torch.float32, torch.float64):
+        if reason := build.failure(dtype):
+            pytest.skip(reason)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Which verbs ran, and where."""
+    seen = []
+    for name in ("moments", "cross_moments", "affine", "affine_pair"):
+        for module in (plain, verbs):
+            function, where = getattr(module, name), module.__name__.split(".")[1]
+            monkeypatch.setattr(
+                module, name, lambda *a, f=function, n=name, w=where: (seen.append(f"{w} {n}"), f(*a))[1]
+            )
+    return seen
+
+
+NATIVE = ["native moments", "native affine", "native cross_moments", "native affine_pair"]
+PLAIN = [name.replace("native", "plain") for name in NATIVE]
+
+
+def channels_last(x):
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kind", [iternorm.IterNorm2d, iternorm.DecorrelatedBatchNorm2d])
+def test_a_training_step_is_that_of_torch(kind, layout, calls):
+    x = correlated(16, 70, 9, 9, dtype=torch.float32).contiguous(memory_format=layout)
+    grad = torch.randn_like(x)
+    results = []
+    for impl in ("native", "torch"):
+        layer, leaf = kind(70, group_size=32, impl=impl), x.clone().requires_grad_()
+        with torch.no_grad():
+            layer.weight.copy_(torch.linspace(0.5, 2, 70))
+        y = layer(leaf)
+        y.backward(grad)
+        results.append([y, leaf.grad, layer.weight.grad, layer.bias.grad, *layer.buffers()])
+        assert y.stride() == leaf.grad.stride() == x.stride()
+    assert calls == NATIVE + PLAIN
+    for a, b in zip(*results, strict=True):
+        assert relative_error(a, b) < 5e-6
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("group_size", [1, 4, 6])
+def test_gradients(group_size, layout):
+    x = correlated(5, 6, 3, 2).contiguous(memory_format=layout).requires_grad_()
+    weight, bias = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
+
+    def normalize(*args):
+        return functional.iter_norm(
+            args[0], weight=args[1], bias=args[2], training=True, group_size=group_size, eps=1e-3, impl="native"
+        )
+
+    inputs = (x, weight.detach().requires_grad_(), bias.detach().requires_grad_())
+    assert torch.autograd.gradcheck(normalize, inputs)
+    assert torch.autograd.gradgradcheck(normalize, inputs)
+
+
+def test_auto_takes_the_kernels_where_they_are_faster(calls):
+    for x, group_size, expected in (
+        (torch.randn(8, 32, 20, 20), 16, NATIVE),
+        (torch.randn(8, 32, 20, 20), 2, PLAIN),
+        (torch.randn(8, 32, 20, 20).double(), 16, NATIVE),
+        (torch.randn(8, 32, 20, 20).bfloat16(), 16, PLAIN),
+        (torch.randn(4, 32, 20, 20), 16, PLAIN),
+        (channels_last(torch.randn(8, 32, 20, 20)), 32, NATIVE),
+        (channels_last(torch.randn(8, 32, 20, 20)), 16, PLAIN),
+        (torch.randn(16, 32, 20, 20)[:, :, ::2], 16, PLAIN),
+    ):
+        calls.clear()
+        leaf = x.requires_grad_()
+        y = functional.iter_norm(leaf, training=True, group_size=group_size)
+        y.backward(torch.randn_like(y))
+        assert calls == expected
+
+
+def test_a_gradient_in_another_memory_format_is_left_to_torch(calls):
+    for impl in ("auto", "native"):
+        for x, grad in (
+            (torch.randn(8, 32, 20, 20), channels_last(torch.randn(8, 32, 20, 20))),
+            (channels_last(torch.randn(8, 32, 20, 20)), torch.randn(8, 32, 20, 20)),
+            (torch.randn(8, 32, 20, 20), torch.randn(8, 32, 1, 1).expand(8, 32, 20, 20)),
+        ):
+            gradients = []
+            for how in (impl, "torch"):
+                calls.clear()
+                leaf = x.clone().requires_grad_()
+                functional.iter_norm(leaf, training=True, group_size=32, impl=how).backward(grad)
+                gradients.append(leaf.grad)
+                assert calls == (NATIVE[:2] if how == impl else PLAIN[:2]) + PLAIN[2:]
+            assert relative_error(*gradients) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("x", "reason"),
+    [
+        (torch.randn(4, 8, 6, 6).half(), "float32 and float64, the input is torch.float16"),
+        (torch.randn(4, 8, 6, 6)[:, :, ::2], "contiguous and channels_last memory, the input has strides"),
+        (torch.randn(4, 8, 6, 6, device="meta"), "run on the CPU, the input is on meta"),
+    ],
+    ids=["half", "strided", "meta"],
+)
+def test_the_name_raises_where_the_kernels_cannot_run(x, reason):
+    with pytest.raises(ValueError, match=f'impl="native" cannot run: .*{reason}.*; use impl="auto"'):
+        functional.iter_norm(x, training=True, group_size=4, impl="native")
+
+
+@pytest.mark.parametrize("impl", ["auto", "native"])
+def test_a_compiled_step_is_the_eager_one(impl, calls):
+    layer = iternorm.IterNorm2d(32, group_size=16, impl=impl)
+    x = torch.randn(8, 32, 20, 20)
+    results = []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        layer.reset_running_stats()
+        leaf = x.clone().requires_grad_()
+        run(leaf).square().sum().backward()
+        results.append([leaf.grad, layer.running_mean.clone(), layer.running_whitening.clone()])
+    assert calls == NATIVE * 2
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_autocast_does_not_reach_the_kernels(calls):
+    x = torch.randn(8, 32, 20, 20)
+    y = functional.iter_norm(x, training=True, group_size=16, impl="native")
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(
+            functional.iter_norm(x, training=True, group_size=16, impl="native"), y, rtol=0, atol=0
+        )
+
+
+def test_operators_take_the_choice():
+    x = torch.randn(6, 8, 5, 5)
+    for impl, module in (("native", verbs), ("torch", plain)):
+        for a, b in zip(torch.ops.iternorm.moments(x, 4, impl), module.moments(x, 4), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    torch.library.opcheck(torch.ops.iternorm.moments.default, (x, 4, "native"))
+    assert ops._verbs("torch", 4, x) is plain
+
+
+def test_eval_and_a_copy_of_the_layer():
+    layer = iternorm.IterNorm2d(8, group_size=4, impl="native")
+    layer(torch.randn(4, 8, 5, 5))
+    x = torch.randn(4, 8, 5, 5)
+    expected = iternorm.IterNorm2d(8, group_size=4, impl="torch")
+    expected.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer.eval()(x), expected.eval()(x), rtol=0, atol=0)

@@ -1,0 +1,240 @@
+"""What a layer is made of: one chain of launches each way, and of torch's operations those that give memory."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
+
+from iternorm import IterNorm2d
+from iternorm.backends.triton import devices, iteration, plan, shapes
+from iternorm.backends.triton import run as launch
+from iternorm.backends.triton import runtime as launcher
+from iternorm.whitening import ops
+
+# Since torch 2.9.
+HAS_FP32_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+# New memory, and parts of it.
+MEMORY = {"aten::new_empty", "aten::empty_like", "aten::slice", "aten::view", "aten::detach"}
+
+
+class Operations(TorchDispatchMode):
+    """Writes down the names of the operations that torch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+STEP = ("step", "step", "step")
+STEP_BACKWARD = ("product", "differentiate", "pair")
+CHAINS = [
+    (64, 5, ("whiten",), ("whiten_backward",)),
+    (128, 0, ("start", "blend", "apply"), ("prepare", "finish", "apply_backward")),
+    (
+        128,
+        3,
+        ("start", *STEP, "step", "step", "last_step", "blend", "apply"),
+        ("prepare", *STEP_BACKWARD, "product", "differentiate", "last_pair", "finish", "apply_backward"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("size", "num_iters", "forward", "backward"), CHAINS)
+def test_a_layer_is_one_chain_of_launches_and_no_operation_of_torch(size, num_iters, forward, backward, monkeypatch):
+    chains = []
+    monkeypatch.setattr(launcher.Launches, "run", lambda self, stream, names, arguments: chains.append(names))
+    # A plan that another test made has launches of its own.
+    monkeypatch.setattr(plan, "_plans", {})
+    x, weight, bias = torch.randn(3, size, 7, 7), torch.ones(size), torch.zeros(size)
+    statistics = ops.Running(torch.zeros(size), torch.zeros(1, size, size), torch.tensor(0), None, False)
+    with Operations() as operations:
+        _, state, found = launch.forward(x, weight, bias, size, num_iters, 1e-5, statistics)
+        launch.backward(x, x, weight, state, found, 1e-5, True)
+    assert chains == [("moments", "reduce", *forward), ("cross_moments", "cross_reduce", *backward)]
+    assert operations.names <= MEMORY
+
+
+@pytest.mark.parametrize("num_iters", [0, 1, 4])
+def test_the_iteration_alone_is_one_chain_each_way(num_iters, monkeypatch):
+    chains = []
+    monkeypatch.setattr(launcher.Launches, "run", lambda self, stream, names, arguments: chains.append(names))
+    covariance = torch.eye(130).expand(2, 130, 130).contiguous()
+    with Operations() as operations:
+        whitening, saved = iteration.solve(covariance, num_iters)
+        iteration.solve_backward(covariance, covariance, whitening, saved, num_iters)
+    assert [len(names) for names in chains] == [max(1, 3 * num_iters - 2), max(2, 3 * num_iters - 1)]
+    assert operations.names <= MEMORY
+
+
+def test_a_chain_on_a_stream_is_called_as_it_was_prepared():
+    calls, made = [], []
+
+    def make(name):
+        made.append(name)
+        # What is called, the grid, and what goes before and after the values.
+        prepared = (lambda *args: calls.append((name, *args)), (8, 2, 1), ("before",), ("after",))
+        return SimpleNamespace(prepared=prepared)
+
+    launches = launcher.Launches(make)
+    for _ in range(2):
+        launches.run(7, ("first", "second"), ((0, 16), (32, 1e-5)))
+    assert made == ["first", "second"]
+    assert calls == 2 * [
+        ("first", 8, 2, 1, 7, "before", 0, 16, "after"),
+        ("second", 8, 2, 1, 7, "before", 32, 1e-5, "after"),
+    ]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """As on a GPU, but that nothing runs: the launches on a stream, each with what its kernel takes and was given."""
+    found = []
+
+    def prepared(self):
+        names = self.kernel.arg_names[: -len(self.integers) - len(self.constants) - 1]
+        return lambda *args: found.append((self.kernel.__name__, names, args)), self.grid, (), ()
+
+    monkeypatch.setattr(launcher.Launch, "prepared", property(prepared), raising=False)
+    monkeypatch.setattr(plan.Plan, "stream", lambda self: 7)
+    monkeypatch.setattr(plan, "_plans", {})
+    return found
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("size", [16, 64, 128, 192])
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"activation": "relu"},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"momentum": None},
+        {"running": "covariance"},
+        {"num_iters": 0},
+        {"num_iters": 1, "affine": False, "activation": "relu"},
+    ],
+)
+def test_every_launch_on_a_stream_gets_addresses_and_floats(words, size, channels_last, launched):
+    layer = IterNorm2d(192, group_size=size, impl="triton", **words)
+    x = torch.randn(4, 192, 4, 4)
+    x = (x.to(memory_format=torch.channels_last) if channels_last else x).requires_grad_()
+    y = layer(x)
+    y.backward(torch.ones_like(y))
+    assert y.stride() == x.stride() == x.grad.stride()
+    if layer.affine:
+        layer(x.detach()).sum().backward()
+    with torch.no_grad():
+        layer.eval()(x)
+    assert len(launched) >= 7
+    for kernel, names, (_, _, stream, *values) in launched:
+        assert stream == 7
+        for name, value in zip(names, values, strict=True):
+            assert type(value) is (int if name.endswith("_ptr") else float), (kernel, name, value)
+
+
+@pytest.mark.parametrize("group_size", [64, 192])
+def test_other_batch_sizes_compile_few_kernels_more(group_size, monkeypatch):
+    compiled = set()
+
+    def note(*what):
+        compiled.add(what)
+        return None, (), ()
+
+    monkeypatch.setattr(launcher, "_compiled", note)
+    monkeypatch.setattr(launcher, "INTERPRETED", False)
+    monkeypatch.setattr(shapes, "INTERPRETED", False)
+    monkeypatch.setitem(devices._known, 0, devices.Device("an H200", (9, 0), 132))
+    monkeypatch.setattr(plan, "_plans", {})
+    names = ["moments", "reduce", "cross_moments", "cross_reduce", "apply"]
+    names += ["whiten", "whiten_backward"] if group_size == 64 else ["apply_backward"]
+    counts = []
+    with FakeTensorMode():
+        weight = torch.empty(192, device="cuda:0")
+        for batch in range(2, 300):
+            x = torch.empty(batch, 192, 16, 16, device="cuda:0", memory_format=torch.channels_last)
+            made = plan.plan_for(x, weight, weight, group_size, 5, None)
+            for name in names:
+                made.launches[name]
+            counts.append(len(compiled))
+    assert counts[0] == len(names)
+    # Other tiles for many samples, and as many partial sums to a reduction as the next power of two.
+    assert counts[-1] <= 3 * len(names)
+
+
+def test_a_chain_without_a_stream_is_left_to_triton():
+    calls = []
+    launches = launcher.Launches(lambda name: lambda stream, values: calls.append((name, stream, values)))
+    launches.run(None, ("first", "second"), ((0,), (1,)))
+    assert calls == [("first", None, (0,)), ("second", None, (1,))]
+
+
+@pytest.mark.parametrize("group_size", [64, 128])
+def test_only_the_first_launch_of_a_pass_waits_for_the_end_of_what_comes_before(group_size):
+    found = plan.plan_for(torch.randn(4, 128, 5, 5), None, None, group_size, 5, None).launches
+    assert not found["moments"].early
+    assert not found["cross_moments"].early
+    large = ("start", "last_step", "prepare", "finish", "apply", "apply_backward")
+    rest = ("whiten", "whiten_backward", "weight_gradient") if group_size == 64 else large
+    assert all(found[name].early for name in ("reduce", "cross_reduce", *rest))
+
+
+@pytest.mark.parametrize("before", ["highest", "high"])
+@pytest.mark.parametrize("after", ["highest", "high"])
+def test_a_backward_knows_what_its_forward_kept_whatever_precision_is_set_since(before, after, monkeypatch):
+    monkeypatch.setattr(shapes, "INTERPRETED", False)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: before)
+    x = torch.randn(4, 128, 5, 5)
+
+    def kept(dtype, exact=False, num_iters=5):
+        parts = shapes.newton_parts(shapes.parts(dtype), exact, num_iters)
+        return torch.empty(shapes.state_of(128, 64, num_iters, parts).size)
+
+    state, half, exact, long = (kept(x.dtype), kept(torch.float16), kept(x.dtype, True), kept(x.dtype, False, 20))
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: after)
+    splits = {"highest": 3, "high": 2}
+    assert shapes.split_of(state, x, 64, 5, False) == splits[before]
+    # What does not depend on the precision of then is what it is now.
+    assert shapes.split_of(half, x.half(), 64, 5, False) == 2
+    assert shapes.split_of(exact, x, 64, 5, True) == shapes.split_of(long, x, 64, 20, False) == splits[after]
+    assert shapes.split_of(state, x, 64, 1, False) == shapes.split_of(state, x, 128, 5, False) == splits[after]
+
+
+SETTINGS = [
+    ("torch.backends.fp32_precision = 'tf32'", 2),
+    ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", 2),
+    ("torch.backends.cuda.matmul.fp32_precision = 'ieee'", 3),
+    ("torch.backends.cuda.matmul.allow_tf32 = True", 2),
+    ("torch.set_float32_matmul_precision('high')", 2),
+    ("torch.set_float32_matmul_precision('highest')", 3),
+    ("pass", 3),
+]
+
+
+def test_tf32_is_allowed_in_every_way_that_torch_has():
+    # Each in a process of its own: the settings hang together, and one that was set before decides what another does.
+    script = "import torch; from iternorm.backends.triton import shapes; {}; print(shapes.parts(torch.float32))"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    wanted = [(setting, split) for setting, split in SETTINGS if "fp32_precision" not in setting or HAS_FP32_PRECISION]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script.format(setting)], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for setting, _ in wanted
+    ]
+    found = [process.communicate()[0].strip() for process in processes]
+    assert found == [str(split) for _, split in wanted]

@@ -1,0 +1,200 @@
+"""GPUs that are not here: what the kernels ask of one, what is said where it lacks that, and that they compile."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
+
+from checks import relative_error
+from triton import OutOfResources
+
+from iternorm import IterNorm2d, functional, reference
+from iternorm.backends.triton import devices, plan, shapes
+from iternorm.backends.triton import runtime as launcher
+from iternorm.whitening import fused
+
+GPUS = {
+    "V100": (7, 0, 98304),
+    "T4": (7, 5, 65536),
+    "A100": (8, 0, 166912),
+    "RTX 4090": (8, 9, 101376),
+    "H200": (9, 0, 232448),
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Put a GPU of this name into the machine, as far as torch tells of it."""
+    monkeypatch.setattr(devices, "_known", {})
+    monkeypatch.setattr(devices, "_lacking", {})
+
+    def choose(name):
+        major, minor, _ = GPUS[name]
+        found = SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=100)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+
+    return choose
+
+
+def activation(channels=64):
+    with FakeTensorMode():
+        return torch.empty(4, channels, 5, 5, device="cuda:0")
+
+
+@pytest.mark.parametrize("name", ["A100", "RTX 4090", "H200"])
+def test_auto_takes_the_kernels_from_ampere_on(name, gpu):
+    gpu(name)
+    assert functional.choose_impl("auto", activation(), 64, "newton") == "triton"
+    assert fused.has_large_newton(activation(256), 256, "newton", 5)
+
+
+@pytest.mark.parametrize(("name", "has"), [("V100", "7.0"), ("T4", "7.5")])
+def test_an_older_gpu_gets_torch_and_who_asks_for_the_kernels_the_reason(name, has, gpu):
+    gpu(name)
+    assert functional.choose_impl("auto", activation(), 64, "newton") == "auto"
+    assert not fused.has_large_newton(activation(256), 256, "newton", 5)
+    with pytest.raises(ValueError, match=f'capability 8.0 or above, and {name} has {has}; use impl="auto"'):
+        functional.choose_impl("triton", activation(), 64, "newton")
+
+
+def test_a_gpu_of_amd_gets_torch(gpu, monkeypatch):
+    gpu("H200")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert functional.choose_impl("auto", activation(), 64, "newton") == "auto"
+    with pytest.raises(ValueError, match="they are for NVIDIA's GPUs"):
+        functional.choose_impl("triton", activation(), 64, "newton")
+
+
+def test_large_activations_in_wide_groups_are_left_to_cublas_in_fp32(gpu):
+    gpu("H200")
+    with FakeTensorMode():
+        x = torch.empty(64, 1024, 14, 14, device="cuda:0")
+        assert functional.choose_impl("auto", x, 1024, "newton") == "auto"
+        assert fused.has_large_newton(x, 1024, "newton", 5)
+        assert functional.choose_impl("triton", x, 1024, "newton") == "triton"
+        assert functional.choose_impl("auto", x, 128, "newton") == "triton"
+        assert functional.choose_impl("auto", x.new_empty(8, 1024, 14, 14), 1024, "newton") == "triton"
+        assert functional.choose_impl("auto", x.new_empty(x.shape, dtype=torch.bfloat16), 1024, "newton") == "triton"
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("3.4.0", "they need triton 3.5 or newer, and 3.4.0 is installed"),
+        ("2.3.1", "they need triton 3.5 or newer, and 2.3.1 is installed"),
+        ("3.5.1", None),
+        ("3.10.0+git1234", None),
+        ("4.0.0", None),
+    ],
+)
+def test_an_old_triton_is_no_triton(version, reason, monkeypatch, gpu):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    assert fused._find_no_triton() == reason
+    monkeypatch.setattr(fused, "NO_TRITON", reason)
+    gpu("H200")
+    assert functional.choose_impl("auto", activation(), 64, "newton") == ("triton" if reason is None else "auto")
+    assert fused.has_large_newton(activation(256), 256, "newton", 5) == (reason is None)
+
+
+def test_a_launch_is_called_as_its_triton_wants():
+    def compiled(**attributes):
+        run = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0, **attributes)
+        return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+
+    # 3.5 and 3.6: straight to the launcher in C.
+    made = compiled(launch="in C", launch_cooperative_grid=False, launch_pdl=True)
+    before = ("function", False, True, None, None, "metadata", None, None, None)
+    assert launcher._call_of(made) == ("in C", before)
+    # 3.7, whose launcher in C takes a signature, and where there is scratch memory: by Triton's own call.
+    own = ("function", "metadata", None, None, None)
+    made = compiled(launch="in C", launch_cooperative_grid=False, launch_pdl=True, kernel_signature=b"")
+    assert launcher._call_of(made) == (made.run, own)
+    made = compiled(launch="in C", launch_cooperative_grid=False, launch_pdl=True)
+    made.run.global_scratch_size = 128
+    assert launcher._call_of(made) == (made.run, own)
+
+
+@pytest.mark.parametrize(("name", "follows"), [("A100", False), ("H200", True)])
+def test_launches_are_brought_up_early_from_hopper_on(name, follows, gpu):
+    gpu(name)
+    assert devices.device_of(torch.device("cuda", 0)).follows_early == follows
+
+
+def test_tiles_become_smaller_until_a_product_cannot_take_them():
+    tiles, found = shapes.Tiles(64, 4, 3, 2), []
+    while tiles is not None:
+        found.append((tiles.block, tiles.stages))
+        tiles = tiles.smaller()
+    assert found == [(64, 3), (64, 2), (64, 1), (32, 1), (16, 1)]
+
+
+@pytest.mark.parametrize("limit", [64, 16])
+def test_a_layer_in_smaller_tiles_is_the_same(limit, monkeypatch):
+    class Narrow(plan.Launch):
+        """Where there is room for so many samples at a time."""
+
+        def __init__(self, kernel, grid, pointers, floats, integers, specialized, constants, *more, **others):
+            wanted = constants.get("BL", 0) * constants.get("STAGES", 0) * constants.get("NEWTON_STAGES", 1)
+            if wanted > limit:
+                raise OutOfResources(wanted, limit, "shared memory")
+            super().__init__(kernel, grid, pointers, floats, integers, specialized, constants, *more, **others)
+
+    monkeypatch.setattr(plan, "Launch", Narrow)
+    monkeypatch.setattr(plan, "_plans", {})
+    torch.manual_seed(0)
+    layer = IterNorm2d(24, group_size=16, impl="triton")
+    x, grad = torch.randn(2, 4, 24, 9, 11).unbind()
+    x.requires_grad_()
+    y = layer(x)
+    y.backward(grad)
+    wide = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]
+    expected = reference.iter_norm(*wide, 16, 5)
+    wanted = torch.autograd.grad(expected, wide, grad.double())
+    actual = (y, x.grad, layer.weight.grad, layer.bias.grad)
+    assert all(relative_error(a, b) < 2e-6 for a, b in zip(actual, (expected, *wanted), strict=True))
+    chosen = [tiles for made in plan._plans.values() for tiles in made._chosen.values()]
+    assert len(chosen) == 4
+    assert all(tiles.block * tiles.stages <= limit for tiles in chosen)
+
+
+def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):
+    def refuse(*arguments, **others):
+        raise OutOfResources(4096, 1024, "shared memory")
+
+    monkeypatch.setattr(plan, "Launch", refuse)
+    monkeypatch.setattr(plan, "_plans", {})
+    with pytest.raises(OutOfResources, match="shared memory"):
+        IterNorm2d(16, impl="triton")(torch.randn(4, 16, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("A100", ("tf32", "rows")),
+        ("RTX 4090", ("exact", "rows", "relu")),
+        ("RTX 4090", ("bf16", "planes")),
+        ("RTX 4090", ("exact", "planes", "128")),
+        ("RTX 4090", ("tf32", "rows", "256")),
+        # Whole matrices ask for 136 KiB there, in the smallest tiles.
+        ("RTX 4090", ("tf32", "planes", "128")),
+    ],
+)
+def test_the_kernels_compile_for_other_gpus(name, arguments, tmp_path):
+    major, minor, shared = GPUS[name]
+    script = Path(__file__).parents[2] / "helpers" / "compile_for.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(script), f"{major}{minor}", str(shared), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    asked = {line.split()[0]: int(line.split()[-1]) for line in done.stdout.splitlines()}
+    assert {"moments", "reduce", "cross_moments", "apply"} < set(asked)
+    assert max(asked.values()) <= shared

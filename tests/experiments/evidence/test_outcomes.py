@@ -1,0 +1,83 @@
+"""Numbers over seeds are told with their deviation, and a claim is decided by what was run."""
+
+from dataclasses import replace
+
+from iternorm.experiments.evidence import outcomes, palette
+from iternorm.experiments.evidence.outcomes import Seeds, claim_lower
+from iternorm.experiments.jobs.findings import Comparison, Finding, Verdict
+from iternorm.experiments.jobs.results import Result
+
+
+def result(*errors, seed=0, **config):
+    rows = [{"epoch": k + 1, "train_error": error, "test_error": error} for k, error in enumerate(errors)]
+    if errors[-1] is None:
+        rows[-1]["diverged"] = True
+    return Result("wrn", {"job": "a", "model": "m", "norm": "n", "seed": seed, **config}, rows, 0.0, {})
+
+
+def test_seeds_are_told_as_mean_and_deviation():
+    assert str(Seeds(())) == "not run"
+    assert str(Seeds((), 2)) == "diverged"
+    assert str(Seeds((3.5,))) == "3.50 (one seed)"
+    assert str(Seeds((3.5, 3.7, 3.9))) == "3.70 ± 0.20 (3 seeds)"
+    assert str(Seeds((3.5, 3.7), 1)) == "3.60 ± 0.14 (2 seeds), 1 diverged"
+
+
+def test_final_errors_are_those_of_the_last_row_of_each_seed():
+    results = [result(50.0, 4.0, seed=1), result(50.0, 3.0), result(50.0, None, seed=2), result(1.0, norm="other")]
+    found = outcomes.select(results, "m", "n")
+    assert found == results[:3]
+    assert outcomes.finals(found) == Seeds((3.0, 4.0), 1)
+    assert outcomes.select(results, "other", "n") == []
+    compared = outcomes.compare("what", "3.5 ± 0.1", found)
+    assert (compared.what, compared.paper, compared.ours, compared.unit) == ("what", "3.5 ± 0.1", (3.0, 4.0), "%")
+    assert "1 of 3" in compared.note
+    # A column that the rows do not have was not measured.
+    assert outcomes.finals(found, "test_error_top5") == Seeds((), 1)
+
+
+def test_a_claim_tells_the_numbers_their_difference_and_its_error():
+    claim = claim_lower("a is lower than b", ("a", "b"), (Seeds((3.0, 3.2, 3.1)), Seeds((3.6, 3.8, 3.7))))
+    assert claim.verdict is Verdict.HOLDS
+    assert claim.evidence == "a 3.10 ± 0.10 (3 seeds), b 3.70 ± 0.10 (3 seeds): lower by 0.60 ± 0.08"
+    claim = claim_lower("", ("a", "b"), (Seeds((7.0,)), Seeds((6.0,))), 10_000)
+    assert claim.finding == Finding(Verdict.ONE_SEED, False)
+    assert claim.evidence == "a 7.00 (one seed), b 6.00 (one seed): higher by 1.00 ± 0.35 (of the test set)"
+    claim = claim_lower("", ("a", "b"), (Seeds((7.0,)), Seeds(())))
+    assert (claim.verdict, claim.evidence) == (Verdict.NOT_RUN, "a 7.00 (one seed), b not run")
+
+
+def test_the_test_set_is_as_large_as_the_result_says():
+    assert outcomes.num_test([]) is None
+    assert outcomes.num_test([result(1.0, data="cifar10")]) == 10_000
+    assert outcomes.num_test([result(1.0, data="cifar10", test_examples=32)]) == 32
+    assert outcomes.num_test([result(1.0, data="pictures")]) is None
+    folder = replace(result(1.0, data="pictures"), provenance={"data": {"test_images": 3925}})
+    assert outcomes.num_test([folder]) == 3925
+
+
+def test_numbers_are_drawn_and_told_in_words():
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    rows = {
+        "both": Comparison("", "3.56 ± 0.12", (3.4, 3.6)),
+        "paper": Comparison("", "29.76", ()),
+        "diverged": Comparison("", "3.0", (), note="1 of 1 runs diverged"),
+        "some": Comparison("", "3.0", (3.1,), note="1 of 2 runs diverged"),
+    }
+    outcomes.draw_numbers(axes, rows, ["BN", "DBN-16", "DBN-16", "IterNorm T=5"])
+    outcomes.label_numbers(axes)
+    texts = [text.get_text() for text in axes.texts]
+    assert [" ".join(text.split()) for text in texts] == [
+        "paper 3.56 ± 0.12 ours 3.50 ± 0.14 (2 seeds)",
+        "paper 29.76 ours not run",
+        "paper 3.0 ours 1 of 1 runs diverged",
+        "paper 3.0 ours 3.10 (one seed), 1 of 2 runs diverged",
+    ]
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(rows)
+    marks = sorted(line.get_xdata()[0] for line in axes.lines if line.get_marker() in "Do" and len(line.get_xdata()))
+    assert marks == [3.0, 3.0, 3.1, 3.5, 3.56, 29.76]
+    # Ours have the colours of their norms, the paper's none.
+    ours = [line.get_color() for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    assert ours == [palette.color_of("BN"), palette.color_of("IterNorm T=5")]

@@ -1,0 +1,147 @@
+"""The rule that decides a claim, on made-up numbers."""
+
+import math
+import statistics
+
+import pytest
+
+from iternorm.experiments.evidence.rule import Seeds, all_of, difference, is_lower, is_no_lower, over_parts
+from iternorm.experiments.jobs.findings import Finding, Verdict, measured
+
+HOLDS, FAILS, UNDECIDED, NOT_RUN = (
+    Finding(verdict) for verdict in (Verdict.HOLDS, Verdict.FAILS, Verdict.UNDECIDED, Verdict.NOT_RUN)
+)
+FOR, AGAINST, NEITHER = (Finding(Verdict.ONE_SEED, points) for points in (True, False, None))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (Seeds(()), Seeds(()), NOT_RUN),
+        (Seeds((3.0,)), Seeds(()), NOT_RUN),
+        (Seeds(()), Seeds((3.0,)), NOT_RUN),
+        # One seed points somewhere and decides nothing.
+        (Seeds((3.0,)), Seeds((3.5,)), FOR),
+        (Seeds((3.5,)), Seeds((3.0,)), AGAINST),
+        (Seeds((3.5,)), Seeds((3.5,)), NEITHER),
+        (Seeds((3.0, 3.0, 3.0)), Seeds((9.0,)), FOR),
+        # Nor do two, however far apart.
+        (Seeds((3.0, 3.1)), Seeds((9.5, 9.6)), UNDECIDED),
+        (Seeds((3.0, 3.1, 3.2)), Seeds((9.5, 9.6)), UNDECIDED),
+        # Three do, from two standard errors on: these are good to 0.082, so a difference of 0.16 is too little.
+        (Seeds((3.0, 3.1, 3.2)), Seeds((3.16, 3.26, 3.36)), UNDECIDED),
+        (Seeds((3.0, 3.1, 3.2)), Seeds((3.17, 3.27, 3.37)), HOLDS),
+        (Seeds((3.17, 3.27, 3.37)), Seeds((3.0, 3.1, 3.2)), FAILS),
+        (Seeds((3.0, 3.0, 3.0)), Seeds((3.0, 3.0, 3.0)), UNDECIDED),
+        # Welch's error is that of both sides, each with its own deviation.
+        (Seeds((3.0, 3.0, 3.0)), Seeds((2.8, 3.3, 3.8)), UNDECIDED),
+        (Seeds((3.0, 3.0, 3.0)), Seeds((3.2, 3.3, 3.4)), HOLDS),
+        # What diverged is worse than what did not.
+        (Seeds((), 1), Seeds((3.0,)), AGAINST),
+        (Seeds((3.0,)), Seeds((), 1), FOR),
+        (Seeds((), 3), Seeds((3.0, 3.1, 3.2)), FAILS),
+        (Seeds((3.0, 3.1, 3.2)), Seeds((), 3), HOLDS),
+        (Seeds((3.0, 3.1)), Seeds((), 3), UNDECIDED),
+        (Seeds((), 1), Seeds((), 1), NEITHER),
+        (Seeds((), 3), Seeds((), 3), UNDECIDED),
+        (Seeds((), 1), Seeds(()), NOT_RUN),
+        # The seeds that ended well do not speak for those that did not.
+        (Seeds((3.0, 3.1, 3.2), 1), Seeds((9.0, 9.1, 9.2)), UNDECIDED),
+        (Seeds((9.0, 9.1, 9.2)), Seeds((3.0, 3.1, 3.2), 1), UNDECIDED),
+        (Seeds((9.0, 9.1, 9.2), 1), Seeds((3.0, 3.1, 3.2)), FAILS),
+    ],
+)
+def test_lower(low, high, expected):
+    assert is_lower(low, high) == expected
+
+
+def test_the_error_of_a_difference_is_the_standard_error_of_the_means():
+    low, high = (3.0, 3.2, 3.1), (3.6, 3.8)
+    found = difference(Seeds(low), Seeds(high))
+    assert found.value == pytest.approx(0.6)
+    assert found.error == pytest.approx(math.sqrt(statistics.variance(low) / 3 + statistics.variance(high) / 2))
+    assert found.num_seeds == 2
+
+
+def test_single_test_errors_count_with_the_binomial_error_of_the_test_set():
+    # 7 % of 10,000 images is good to 0.26 points, a difference to 0.36.
+    found = difference(Seeds((6.9,)), Seeds((7.3,)), 10_000)
+    assert found.error == pytest.approx(100 * math.sqrt((0.069 * 0.931 + 0.073 * 0.927) / 10_000))
+    assert is_lower(Seeds((6.9,)), Seeds((7.3,)), num_test=10_000) == NEITHER
+    assert is_lower(Seeds((6.9,)), Seeds((7.7,)), num_test=10_000) == FOR
+    assert is_lower(Seeds((7.7,)), Seeds((6.9,)), num_test=10_000) == AGAINST
+    assert is_lower(Seeds((6.9,)), Seeds((7.3,)), num_test=10**6) == FOR
+    # Several seeds show their own error.
+    assert is_lower(Seeds((6.9, 6.9, 6.9)), Seeds((7.3, 7.3, 7.3)), num_test=10_000) == HOLDS
+
+
+def test_a_margin_has_to_be_passed_too():
+    low, high = Seeds((3.0, 3.1, 3.2)), Seeds((3.5, 3.6, 3.7))
+    assert is_lower(low, high, margin=0.3) == HOLDS
+    assert is_lower(low, high, margin=0.4) == UNDECIDED
+    assert is_lower(low, high, margin=0.7) == FAILS
+    # Not much higher: by less than 0.7, and not shown to be by less than 0.6.
+    assert is_lower(high, low, margin=-0.7) == HOLDS
+    assert is_lower(high, low, margin=-0.6) == UNDECIDED
+    assert is_lower(high, low, margin=-0.3) == FAILS
+
+
+def test_no_significant_difference_needs_one_that_could_be_seen():
+    equal, lower = Seeds((3.0, 3.1, 3.2)), Seeds((2.5, 2.6, 2.7))
+    assert is_no_lower(equal, Seeds((3.05, 3.15, 3.25)), visible=0.4) == HOLDS
+    assert is_no_lower(equal, Seeds((2.0, 3.1, 4.2)), visible=0.4) == UNDECIDED
+    assert is_no_lower(lower, equal, visible=0.4) == FAILS
+    assert is_no_lower(equal, lower, visible=0.4) == HOLDS
+    assert is_no_lower(Seeds((29.3,)), Seeds((29.4,)), visible=0.4, num_test=50_000) == FOR
+    assert is_no_lower(Seeds((28.3,)), Seeds((29.4,)), visible=0.4, num_test=50_000) == AGAINST
+    assert is_no_lower(Seeds((3.0, 3.0)), Seeds((3.0, 3.0)), visible=0.4) == UNDECIDED
+    assert is_no_lower(Seeds(()), equal, visible=0.4) == NOT_RUN
+    assert is_no_lower(Seeds((), 3), equal, visible=0.4) == HOLDS
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([], NOT_RUN),
+        ([HOLDS, HOLDS], HOLDS),
+        ([HOLDS, FAILS, NOT_RUN], FAILS),
+        ([HOLDS, NOT_RUN, UNDECIDED], NOT_RUN),
+        ([HOLDS, UNDECIDED, FOR], UNDECIDED),
+        ([HOLDS, FOR], FOR),
+        ([FOR, NEITHER], NEITHER),
+        ([FOR, NEITHER, AGAINST], AGAINST),
+    ],
+)
+def test_a_claim_needs_all_of_its_parts(parts, expected):
+    assert all_of(parts) == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected", "coverage"),
+    [
+        ([], NOT_RUN, ""),
+        ([NOT_RUN] * 4, NOT_RUN, ""),
+        ([HOLDS] * 4, HOLDS, ""),
+        ([HOLDS, NOT_RUN, NOT_RUN, NOT_RUN], HOLDS, "1 of 4 configurations"),
+        ([HOLDS, FOR, NEITHER, NOT_RUN], HOLDS, "1 of 4 configurations"),
+        ([HOLDS, FAILS, NOT_RUN, FOR], FAILS, "1 of 4 configurations"),
+        ([HOLDS, UNDECIDED, NOT_RUN, FOR], UNDECIDED, "3 of 4 configurations"),
+        ([HOLDS, AGAINST, NOT_RUN, NOT_RUN], UNDECIDED, "2 of 4 configurations"),
+        ([FOR, NOT_RUN, NOT_RUN, NOT_RUN], FOR, "1 of 4 configurations"),
+        ([FOR, AGAINST, NEITHER, NOT_RUN], AGAINST, "3 of 4 configurations"),
+        ([FOR, UNDECIDED, NOT_RUN, NOT_RUN], UNDECIDED, "1 of 4 configurations"),
+    ],
+)
+def test_a_claim_on_several_parts_says_how_many_it_stands_on(parts, expected, coverage):
+    found = over_parts({str(k): part for k, part in enumerate(parts)}, "configurations")
+    assert found == (expected, coverage)
+
+
+def test_findings_in_words():
+    assert list(map(str, (HOLDS, FAILS, UNDECIDED, NOT_RUN))) == ["holds", "does not hold", "undecided", "not run"]
+    assert [str(each) for each in (FOR, AGAINST, NEITHER)] == [
+        f"one seed only, {way}" for way in ("points to it", "points against it", "points neither way")
+    ]
+    assert measured(True) == HOLDS
+    assert measured(False) == FAILS
+    assert measured(None) == NOT_RUN

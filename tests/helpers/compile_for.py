@@ -1,0 +1,67 @@
+"""Compile a layer's kernels for a GPU that is not there.
+
+    python compile_for.py CAPABILITY SHARED_BYTES exact|tf32|bf16|fp16 rows|planes [GROUP_SIZE] [relu]
+
+Prints, for each launch, its name, the samples of a tile, its stages, and what it asks for of shared memory.
+"""
+
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from iternorm.backends.triton import devices, iteration, plan
+
+DTYPES = {"exact": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Absent:
+    """What Triton asks of a GPU's driver until a kernel is launched."""
+
+    def __init__(self, capability: int, shared_bytes: int):
+        self._target = GPUTarget("cuda", capability, 32)
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": shared_bytes, "multiprocessor_count": 100},
+            load_binary=lambda name, binary, shared, device: (object(), object(), 0, 0, 1024),
+        )
+        self.launcher_cls = lambda source, metadata: SimpleNamespace(metadata=metadata)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_stream(self, device=0) -> int:
+        return 0
+
+
+def main(capability: str, shared_bytes: str, precision: str, layout: str, *more: str) -> None:
+    driver.set_active(Absent(int(capability), int(shared_bytes)))
+    devices._known[0] = devices.Device("a GPU that is not there", divmod(int(capability), 10), 100)
+    torch.cuda.device = lambda index: nullcontext()
+    torch.set_float32_matmul_precision("highest" if precision == "exact" else "high")
+    size = int(more[0]) if more and more[0].isdigit() else 64
+    with FakeTensorMode():
+        x = torch.empty(64, 2 * size, 32, 32, device="cuda:0", dtype=DTYPES[precision])
+        if layout == "rows":
+            x = x.to(memory_format=torch.channels_last)
+        weight = torch.empty(2 * size, device="cuda:0")
+        made = plan.plan_for(x, weight, weight, size, 5, None, relu="relu" in more)
+    names = ("moments", "reduce", "cross_moments", "cross_reduce", "apply")
+    iterates = (
+        ("whiten", "whiten_backward")
+        if made.iteration is None
+        else (*iteration.COMBINATIONS, "differentiate", "apply_backward")
+    )
+    for name in (*names, *iterates):
+        launch = made.launches[name]
+        print(name, launch.constants.get("BL"), launch.constants.get("STAGES"), launch.prepared[0].metadata.shared)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,381 @@
+"""The layers keep BatchNorm's contract, and whiten."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from checks import assert_same_state, correlated, covariance_of, relative_error, state_of
+from torch import nn
+
+import iternorm
+from iternorm import DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, IterNorm3d, functional, reference
+from iternorm.whitening import groups
+
+LAYERS = [
+    (iternorm.IterNorm1d, nn.BatchNorm1d, (9,)),
+    (iternorm.IterNorm2d, nn.BatchNorm2d, (3, 3)),
+    (iternorm.IterNorm3d, nn.BatchNorm3d, (2, 3, 2)),
+    (iternorm.DecorrelatedBatchNorm1d, nn.BatchNorm1d, (9,)),
+    (iternorm.DecorrelatedBatchNorm2d, nn.BatchNorm2d, (3, 3)),
+    (iternorm.DecorrelatedBatchNorm3d, nn.BatchNorm3d, (2, 3, 2)),
+]
+SOLVERS = ("newton", "zca", "pca", "cholesky")
+
+
+def layer_2d(solver, *args, **kwargs):
+    if solver == "newton":
+        return IterNorm2d(*args, **kwargs)
+    return DecorrelatedBatchNorm2d(*args, solver=solver, **kwargs)
+
+
+def train_pair(layer, batch_norm, x, grad):
+    """The output and gradients of two layers with the same affine parameters."""
+    results = []
+    for module in (layer, batch_norm):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.backward(grad)
+        results.append((y.detach(), leaf.grad, module.weight.grad, module.bias.grad))
+    return results
+
+
+@pytest.mark.parametrize("num_iters", [0, 1, 5])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_group_size_one_equals_batch_norm(num_iters, channels_last):
+    x, grad = correlated(8, 6, 5, 5), correlated(8, 6, 5, 5)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    layer = IterNorm2d(6, group_size=1, num_iters=num_iters, dtype=torch.float64)
+    batch_norm = nn.BatchNorm2d(6, dtype=torch.float64)
+    with torch.no_grad():
+        for name in ("weight", "bias"):
+            value = torch.randn(6, dtype=torch.float64)
+            getattr(layer, name).copy_(value)
+            getattr(batch_norm, name).copy_(value)
+    for actual, expected in zip(*train_pair(layer, batch_norm, x, grad), strict=True):
+        torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(layer.running_mean, batch_norm.running_mean)
+    assert layer.num_batches_tracked == batch_norm.num_batches_tracked == 1
+    # The paper averages 1/σ of the biased variance, from 1; BatchNorm averages the unbiased variance.
+    deviation = (x.var((0, 2, 3), correction=0) + 1e-5).rsqrt()
+    torch.testing.assert_close(layer.running_whitening, (0.9 + 0.1 * deviation)[:, None, None])
+
+
+@pytest.mark.parametrize("solver", ["zca", "pca", "cholesky"])
+def test_group_size_one_equals_batch_norm_for_exact_solvers(solver):
+    x, grad = correlated(8, 6, 5, 5), correlated(8, 6, 5, 5)
+    layer = DecorrelatedBatchNorm2d(6, group_size=1, solver=solver, dtype=torch.float64)
+    for actual, expected in zip(*train_pair(layer, nn.BatchNorm2d(6).double(), x, grad), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(("kind", "batch_norm", "shape"), LAYERS)
+def test_arguments_begin_as_batch_norms_do(kind, batch_norm, shape):
+    ours = list(inspect.signature(kind).parameters.values())
+    theirs = list(inspect.signature(batch_norm).parameters.values())
+    positional = [p for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD]
+    # torch 2.13 has added a `bias` of its own after the arguments that every version has.
+    assert [(p.name, p.default) for p in positional] == [(p.name, p.default) for p in theirs[: len(positional)]]
+    assert {"group_size", "running", "impl"} <= {p.name for p in ours if p.kind is p.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(("kind", "batch_norm", "shape"), LAYERS)
+@pytest.mark.parametrize("group_size", [1, 3, 4, None])
+def test_ragged_groups_equal_separate_layers(kind, batch_norm, shape, group_size):
+    x, grad = correlated(16, 10, *shape), correlated(16, 10, *shape)
+    layer = kind(10, group_size=group_size, dtype=torch.float64)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf)
+    y.backward(grad)
+    later = layer.eval()(x)
+    start = 0
+    for index in range(groups.num_groups(10, group_size)):
+        size = min(group_size or 10, 10 - start)
+        own = slice(start, start + size)
+        separate = kind(size, group_size=None, dtype=torch.float64)
+        with torch.no_grad():
+            separate.weight.copy_(layer.weight[own])
+            separate.bias.copy_(layer.bias[own])
+        part = x[:, own].clone().requires_grad_()
+        expected = separate(part)
+        expected.backward(grad[:, own])
+        torch.testing.assert_close(y[:, own], expected)
+        torch.testing.assert_close(leaf.grad[:, own], part.grad)
+        torch.testing.assert_close(layer.weight.grad[own], separate.weight.grad)
+        torch.testing.assert_close(layer.bias.grad[own], separate.bias.grad)
+        torch.testing.assert_close(layer.running_mean[own], separate.running_mean)
+        torch.testing.assert_close(layer.running_whitening[index, :size, :size], separate.running_whitening[0])
+        torch.testing.assert_close(later[:, own], separate.eval()(part))
+        # What a smaller last group leaves free stays zero.
+        assert layer.running_whitening[index, size:].count_nonzero() == 0
+        start += size
+    assert start == 10
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("running", ["whitening", "covariance"])
+def test_eval_uses_the_running_statistics(solver, running):
+    layer = layer_2d(solver, 10, momentum=1.0, group_size=4, running=running, dtype=torch.float64)
+    x = correlated(32, 10, 3, 3)
+    trained = layer(x)
+    # With momentum 1 the running statistics are those of the last batch, and eval repeats training.
+    torch.testing.assert_close(layer.eval()(x), trained)
+    other = correlated(4, 10, 3, 3)
+    whitening = layer.whitening_matrix()
+    blocks = torch.block_diag(whitening[0], whitening[1], whitening[2, :2, :2])
+    expected = torch.einsum("ij,njhw->nihw", blocks, other - layer.running_mean[:, None, None])
+    torch.testing.assert_close(layer(other), expected)
+
+
+@pytest.mark.parametrize("running", ["whitening", "covariance"])
+@pytest.mark.parametrize("kind", [IterNorm2d, DecorrelatedBatchNorm2d])
+def test_no_momentum_is_the_plain_average(running, kind):
+    layer = kind(6, momentum=None, group_size=4, running=running, dtype=torch.float64)
+    means, matrices = [], []
+    for step in range(4):
+        x = (step + 1) * correlated(16, 6, 3, 3)
+        layer(x)
+        once = kind(6, momentum=1.0, group_size=4, running=running, dtype=torch.float64)
+        once(x)
+        means.append(once.running_mean)
+        matrices.append(once.running_matrix)
+        assert layer.num_batches_tracked == step + 1
+        torch.testing.assert_close(layer.running_mean, torch.stack(means).mean(0))
+        torch.testing.assert_close(layer.running_matrix, torch.stack(matrices).mean(0))
+
+
+def test_running_covariance_is_that_of_the_data_and_is_whitened_in_eval():
+    layer = IterNorm2d(6, momentum=0.25, group_size=None, running="covariance", num_iters=7, dtype=torch.float64)
+    assert layer.running_whitening is None
+    x = correlated(16, 6, 3, 3)
+    layer(x)
+    identity = torch.eye(6, dtype=torch.float64)
+    torch.testing.assert_close(layer.running_covariance[0], 0.75 * identity + 0.25 * covariance_of(x))
+    expected = reference.newton(layer.running_covariance + layer.eps * identity, 7)
+    torch.testing.assert_close(layer.whitening_matrix(), expected)
+
+
+@pytest.mark.parametrize("kind", [IterNorm2d, DecorrelatedBatchNorm2d])
+def test_without_running_statistics_eval_uses_the_batch(kind):
+    layer = kind(6, track_running_stats=False, group_size=4)
+    assert layer.running_mean is None
+    assert layer.running_whitening is None
+    assert layer.num_batches_tracked is None
+    x = correlated(8, 6, 3, 3, dtype=torch.float32)
+    torch.testing.assert_close(layer.eval()(x), layer.train()(x))
+    layer.reset_running_stats()
+    with pytest.raises(ValueError, match="track_running_stats=True"):
+        layer.whitening_matrix()
+
+
+def test_tracking_switched_off_later_is_as_in_batch_norm():
+    # BatchNorm then leaves its statistics alone in training and goes on using them in eval.
+    layer = IterNorm2d(4)
+    x = correlated(8, 4, 3, 3, dtype=torch.float32)
+    layer(x)
+    layer.track_running_stats = False
+    before = state_of(layer)
+    layer(x)
+    assert_same_state(layer, before)
+    torch.testing.assert_close(
+        layer.eval()(x), functional.apply(x, layer.running_whitening, layer.running_mean, None, None, 4)
+    )
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_reset(affine):
+    layer = IterNorm2d(10, group_size=4, affine=affine)
+    fresh = state_of(layer)
+    assert layer.running_whitening[2].diagonal().tolist() == [1, 1, 0, 0]
+    layer(correlated(8, 10, 3, 3, dtype=torch.float32))
+    if affine:
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+        weight = layer.weight.detach().clone()
+        layer.reset_running_stats()
+        torch.testing.assert_close(layer.weight.detach(), weight)
+    layer.reset_parameters()
+    assert_same_state(layer, fresh)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("running", ["whitening", "covariance"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_batch_with_nan_or_inf_leaves_the_running_statistics(bad, running, momentum, solver):
+    layer = layer_2d(solver, 6, momentum=momentum, group_size=4, running=running)
+    x = correlated(8, 6, 3, 3, dtype=torch.float32)
+    spoiled = x.clone()
+    spoiled[1, 5, 0, 0] = bad
+    fresh = state_of(layer)
+    y = layer(spoiled)
+    # The output is not hidden: what was spoiled shows.
+    assert not y.isfinite().all()
+    assert_same_state(layer, fresh)
+    layer(x)
+    after = state_of(layer)
+    assert after["num_batches_tracked"] == 1
+    layer(spoiled)
+    assert_same_state(layer, after)
+    clean = layer_2d(solver, 6, momentum=momentum, group_size=4, running=running)
+    clean(x)
+    assert_same_state(layer, state_of(clean))
+
+
+def test_an_overflow_of_the_covariance_leaves_the_running_statistics():
+    layer = IterNorm2d(4)
+    before = state_of(layer)
+    layer(1e30 * torch.randn(8, 4, 2, 2))
+    assert_same_state(layer, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_statistics_of_half_precision_input_are_fp32(dtype):
+    layer = IterNorm2d(8, group_size=4)
+    x = correlated(32, 8, 4, 4, dtype=dtype)
+    y = layer(x)
+    assert y.dtype == dtype
+    exact = IterNorm2d(8, group_size=4, dtype=torch.float64)
+    exact(x.double())
+    assert layer.running_whitening.dtype == torch.float32
+    assert relative_error(layer.running_whitening, exact.running_whitening) < 1e-6
+    assert layer.eval()(x).dtype == dtype
+
+
+@pytest.mark.parametrize(("kind", "batch_norm", "shape"), LAYERS)
+def test_a_layer_in_half_precision_trains(kind, batch_norm, shape):
+    layer = kind(8, group_size=4).bfloat16()
+    x = correlated(32, 8, *shape, dtype=torch.bfloat16).requires_grad_()
+    layer(x).square().sum().backward()
+    assert layer.weight.grad.dtype == x.grad.dtype == torch.bfloat16
+    assert layer.eval()(x).isfinite().all()
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_more_channels_than_samples(solver):
+    # The covariance is singular but for eps: whitening goes on, with finite output and gradients.
+    layer = layer_2d(solver, 16, group_size=None, eps=1e-3)
+    x = torch.randn(5, 16, 1, 1, requires_grad=True)
+    y = layer(x)
+    y.square().sum().backward()
+    assert y.isfinite().all()
+    assert x.grad.isfinite().all()
+
+
+def test_constant_channels_are_finite():
+    layer = IterNorm2d(4)
+    x = torch.zeros(8, 4, 3, 3)
+    x[:, 1] = 5
+    x.requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad.isfinite().all()
+    torch.testing.assert_close(layer(x), torch.zeros_like(x), atol=1e-3, rtol=0)
+
+
+def test_repr_names_what_was_chosen():
+    assert repr(IterNorm2d(8, group_size=4, num_iters=3)) == (
+        "IterNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, group_size=4, num_iters=3, "
+        "running='whitening')"
+    )
+    text = repr(iternorm.DecorrelatedBatchNorm1d(8, solver="pca", running="covariance"))
+    assert "solver='pca', running='covariance'" in text
+
+
+ARGUMENT_ERRORS = [
+    ({"num_features": 0}, ValueError, "num_features=0 must be at least 1; give the number of channels"),
+    ({"num_features": 2.0}, TypeError, "num_features=2.0 is not an integer"),
+    ({"eps": 0}, ValueError, "eps=0 must be positive and finite"),
+    ({"momentum": -0.1}, ValueError, "momentum=-0.1 must be from 0 to 1; None is the average of all batches"),
+    ({"group_size": 0}, ValueError, "group_size=0 must be at least 1"),
+    ({"group_size": 2.0}, TypeError, "group_size=2.0 is not an integer"),
+    ({"num_iters": -1}, ValueError, "num_iters=-1 must be at least 0"),
+    ({"num_iters": "5"}, TypeError, "num_iters='5' is not an integer"),
+    ({"running": "mean"}, ValueError, "running='mean' is not known; choose one of 'whitening', 'covariance'"),
+    ({"impl": "fast"}, ValueError, "impl='fast' is not known; choose one of"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), ARGUMENT_ERRORS)
+def test_bad_arguments_are_named_with_their_value_and_the_remedy(changes, kind, message):
+    with pytest.raises(kind, match=message):
+        IterNorm2d(**{"num_features": 8, **changes})
+
+
+def test_bad_solver_is_named():
+    with pytest.raises(ValueError, match="solver='svd' is not known; choose one of 'zca', 'pca', 'cholesky'"):
+        DecorrelatedBatchNorm2d(8, solver="svd")
+
+
+def test_whitening_words_are_keyword_only_and_unknown_ones_are_refused():
+    with pytest.raises(TypeError):
+        IterNorm2d(8, 1e-5, 0.1, True, True, None, None, 4)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="num_groups"):
+        IterNorm2d(8, num_groups=2)  # pyright: ignore[reportCallIssue]
+
+
+INPUT_ERRORS = [
+    (IterNorm1d, (4, 8, 2, 2), ValueError, r"expected 2 or 3D input \[N, C\] or \[N, C, L\], got 4D input"),
+    (IterNorm2d, (4, 8), ValueError, r"expected 4D input \[N, C, H, W\], got 2D input of shape \[4, 8\]"),
+    (IterNorm3d, (4, 8, 2, 2), ValueError, r"expected 5D input \[N, C, D, H, W\], got 4D"),
+    (IterNorm2d, (4, 7, 2, 2), ValueError, r"expected an input of 8 channels .*, got 7: shape \[4, 7, 2, 2\]"),
+    (IterNorm2d, (1, 8, 1, 1), ValueError, r"Expected more than 1 value per channel when training, .*; use a larger"),
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "error", "message"), INPUT_ERRORS)
+def test_a_bad_input_is_refused_and_nothing_is_changed(kind, shape, error, message):
+    layer = kind(8)
+    before = state_of(layer)
+    with pytest.raises(error, match=message):
+        layer(torch.randn(shape))
+    assert_same_state(layer, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
+def test_an_input_that_is_not_floating_point_is_refused(dtype):
+    layer = IterNorm2d(8)
+    before = state_of(layer)
+    with pytest.raises(TypeError, match=f"input has dtype {dtype}; convert it to a floating-point dtype"):
+        layer(torch.ones(4, 8, 2, 2, dtype=dtype))
+    assert_same_state(layer, before)
+
+
+def test_an_attribute_spoiled_later_is_refused_and_nothing_is_changed():
+    for name, value in (("eps", 0.0), ("momentum", 2.0), ("group_size", 3), ("impl", "none")):
+        layer = IterNorm2d(8, group_size=4)
+        before = state_of(layer)
+        setattr(layer, name, value)
+        with pytest.raises(ValueError, match=name if name != "group_size" else "running_whitening has shape"):
+            layer(torch.randn(4, 8, 2, 2))
+        assert_same_state(layer, before)
+
+
+def test_one_value_per_channel_and_an_empty_batch_are_fine_in_eval():
+    layer = IterNorm2d(8, group_size=3).eval()
+    assert layer(torch.randn(1, 8, 1, 1)).isfinite().all()
+
+
+def test_the_meta_device_gives_shapes():
+    layer = IterNorm2d(8, group_size=3, device="meta")
+    x = torch.empty(4, 8, 2, 2, device="meta")
+    assert layer(x).shape == layer.eval()(x).shape == x.shape
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_a_weight_that_is_kept_elsewhere_is_found():
+    x = torch.randn(8, 6, 3, 3)
+    layer = IterNorm2d(6, group_size=3)
+    expected = 2 * copy.deepcopy(layer)(x)
+    parametrized = nn.utils.parametrize.register_parametrization(copy.deepcopy(layer), "weight", Doubled())
+    torch.testing.assert_close(parametrized(x), expected)
+    # What nn.DataParallel makes for each GPU: parameters are attributes there.
+    replica = layer._replicate_for_data_parallel()
+    replica.weight, replica.bias = 2 * layer.weight, layer.bias.clone()
+    torch.testing.assert_close(replica(x), expected)

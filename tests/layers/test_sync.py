@@ -1,0 +1,227 @@
+"""Two and three processes equal one process on the concatenated batch; and what happens when they cannot."""
+
+import contextlib
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sync_ranks
+import torch
+from sync_ranks import CASES
+from torch import nn
+
+import iternorm
+from iternorm.whitening import collective
+
+SIZE = 3
+
+
+@contextlib.contextmanager
+def running(scenario, folder):
+    """The ranks of a scenario; what still runs at the end is killed."""
+    source = Path(iternorm.__file__).parents[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(source), "GLOO_SOCKET_IFNAME": "lo"}
+    arguments = [sys.executable, "-W", "ignore", sync_ranks.__file__, scenario]
+    ranks = [
+        subprocess.Popen(
+            [*arguments, str(rank), str(SIZE), str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(SIZE)
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def loaded(folder, rank):
+    return torch.load(folder / f"{rank}.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    with running("everything", folder) as processes:
+        for process in processes:
+            output, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, output
+    return [loaded(folder, rank) for rank in range(SIZE)]
+
+
+def tolerance(case):
+    # A mean of 1000 deviations leaves fp32 three digits fewer.
+    return 1e-10 if case.dtype == torch.float64 else 1e-3 if case.mean > 1 else 1e-5
+
+
+def one_process(case, members=range(SIZE)):
+    """The outcome of one process on the concatenated batches of `members`, computed in fp64."""
+    layer = (
+        iternorm.IterNorm1d if len(case.shape) < 3 else (iternorm.IterNorm2d, iternorm.IterNorm3d)[len(case.shape) - 3]
+    )
+    layer = sync_ranks.prepared(layer(case.shape[0], dtype=torch.float64, **case.words))
+    inputs = [
+        tuple(torch.cat([t.split(case.counts)[rank] for rank in members]).double() for t in batch)
+        for batch in sync_ranks.batches(case)
+    ]
+    return sync_ranks.run_steps(layer, inputs)
+
+
+def assert_equal_to_one_process(outcomes, case, members=range(SIZE)):
+    (steps, buffers), bound = one_process(case, members), tolerance(case)
+    counts = [case.counts[rank] for rank in members]
+    for i, expected in enumerate(steps):
+        parts = [outcome[0][i] for outcome in outcomes]
+        for name, value in expected.items():
+            for rank, (part, whole) in enumerate(zip(parts, value.split(counts), strict=True)) if name in "xy" else ():
+                assert part[name].shape == whole.shape
+                torch.testing.assert_close(part[name].double(), whole, rtol=bound, atol=bound, msg=f"{name}, {rank}")
+            if name not in "xy":
+                # Each rank has its part of the gradient of a parameter: their sum is the whole.
+                total = sum(part[name].double() for part in parts)
+                torch.testing.assert_close(total, value, rtol=bound, atol=bound * len(counts) * 10, msg=name)
+    for _, own in outcomes:
+        for name, value in buffers.items():
+            torch.testing.assert_close(own[name].to(value.dtype), value, rtol=bound, atol=bound, msg=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_equal_one_process_on_the_concatenated_batch(ranks, name):
+    assert_equal_to_one_process([rank[name] for rank in ranks], CASES[name])
+
+
+@pytest.mark.parametrize("name", sync_ranks.COMPILED)
+def test_full_graph_compile_equals_one_process(ranks, name):
+    assert_equal_to_one_process([rank["compiled", name] for rank in ranks], CASES[name])
+
+
+def test_subgroups_synchronize_among_themselves(ranks):
+    case = CASES["ragged groups"]
+    assert_equal_to_one_process([rank["subgroup"] for rank in ranks[:2]], case, members=(0, 1))
+    assert_equal_to_one_process([ranks[2]["subgroup"]], case, members=(2,))
+
+
+def test_one_collective_forward_one_backward_none_in_eval(ranks):
+    expected = {"forward": ["all_gather_into_tensor"], "backward": ["all_reduce"], "eval": []}
+    assert [rank["collectives"] for rank in ranks] == [expected] * SIZE
+
+
+def test_disagreement_on_channels_is_an_error_on_every_rank(ranks):
+    for rank in ranks:
+        assert rank["disagree"].startswith("ValueError: the ranks of the process group disagree on the channel count")
+        assert "rank 0: 6, rank 1: 6, rank 2: 5" in rank["disagree"]
+        assert "rank 0: 6, rank 1: 5, rank 2: 6" in rank["disagree, input"]
+
+
+def test_one_value_over_all_ranks_is_an_error_on_every_rank(ranks):
+    for rank in ranks:
+        assert rank["one value"].startswith("ValueError: Expected more than 1 value per channel when training, got 1")
+
+
+def test_second_derivatives_raise(ranks):
+    for rank in ranks:
+        assert rank["second derivative"].startswith("RuntimeError: a graph of the backward (create_graph=True)")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_data_parallel_gradients_are_the_mean_over_ranks_of_the_whole_batch(ranks, kind):
+    model = sync_ranks.network()
+    model(sync_ranks.network_batch()).square().sum().backward()
+    for rank in ranks:
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(rank[kind][name] * SIZE, parameter.grad, rtol=1e-10, atol=1e-9)
+
+
+def test_recalibration_merges_what_the_ranks_saw(ranks):
+    layer = iternorm.IterNorm2d(10, group_size=4, dtype=torch.float64)
+    iternorm.recalibrate(layer, [x for x, _ in sync_ranks.batches(CASES["ragged groups"])], progress=False)
+    for rank in ranks:
+        for name, value in layer.state_dict().items():
+            torch.testing.assert_close(rank["recalibrated"][name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_a_dead_or_silent_rank_is_an_error_within_the_timeout(tmp_path):
+    with running("broken", tmp_path) as processes:
+        output, _ = processes[0].communicate(timeout=120)
+        assert processes[0].returncode == 0, output
+    results = loaded(tmp_path, 0)
+    for name in ("dead", "silent"):
+        message, seconds = results[name]
+        assert "Error" in message, name
+        # The group's timeout is 4 s; what is waited for here is that no rank hangs.
+        assert seconds < 20, (name, message)
+
+
+def test_outside_a_process_group_it_is_iter_norm():
+    torch.manual_seed(0)
+    for shape in ((8, 6), (8, 6, 3), (8, 6, 3, 2), (4, 6, 2, 2, 2)):
+        layer = iternorm.SyncIterNorm(6, group_size=4)
+        base = [iternorm.IterNorm1d, iternorm.IterNorm1d, iternorm.IterNorm2d, iternorm.IterNorm3d][len(shape) - 2]
+        base = base(6, group_size=4)
+        x = torch.randn(shape)
+        assert torch.equal(layer(x), base(x))
+        assert torch.equal(layer.running_whitening, base.running_whitening)
+        assert torch.equal(layer.eval()(x), base.eval()(x))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        iternorm.SyncIterNorm(6)(torch.randn(1, 6))
+
+
+def test_merged_moments_keep_what_sums_about_zero_lose():
+    """Why moments are gathered and merged: a mean of 1000 deviations in fp32."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 4096, 8) + 1000
+    exact = torch.cov(x.double().flatten(0, 1).T, correction=0)
+    counts = torch.tensor([2048.0, 0.0, 4096.0])
+    pieces = [piece[: int(n)] for piece, n in zip(x, counts, strict=True)]
+    exact = torch.cov(torch.cat(pieces).double().T, correction=0)
+    means = torch.stack([p.mean(0) if len(p) else torch.zeros(8) for p in pieces])
+    covariances = torch.stack([torch.cov(p.T, correction=0) if len(p) else torch.zeros(8, 8) for p in pieces])
+    num_samples, mean, covariance = collective.merge_moments(counts, means, covariances[:, None])
+    assert num_samples == 6144
+    torch.testing.assert_close(mean.double(), torch.cat(pieces).double().mean(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(covariance[0].double(), exact, rtol=0, atol=1e-5)
+    sums = sum(p.T @ p for p in pieces) / num_samples - torch.outer(mean, mean)
+    assert (sums.double() - exact).abs().max() > 0.1
+
+
+def test_convert_sync_iternorm_carries_everything_and_keeps_sharing():
+    norm = iternorm.IterNorm2d(6, eps=1e-3, momentum=None, group_size=4, num_iters=3, running="covariance")
+    norm.weight.requires_grad_(False)
+    calls = []
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    model = nn.Sequential(norm, nn.ReLU(), norm).eval()
+    x = torch.randn(3, 6, 2, 2)
+    expected = model(x)
+    converted = iternorm.convert_sync_iternorm(model)
+    assert converted is model
+    assert model[0] is model[2]
+    new = model[0]
+    assert type(new) is iternorm.SyncIterNorm
+    assert new.weight is norm.weight
+    assert not new.weight.requires_grad
+    assert (new.eps, new.momentum, new.group_size, new.num_iters, new.running) == (1e-3, None, 4, 3, "covariance")
+    assert not new.training
+    assert torch.equal(model(x), expected)
+    assert len(calls) == 4
+    assert type(iternorm.convert_sync_iternorm(norm)) is iternorm.SyncIterNorm
+    assert copy.deepcopy(model)[0].running_covariance.equal(norm.running_covariance)
+
+
+def test_convert_sync_iternorm_names_what_it_leaves():
+    model = nn.Sequential(iternorm.DecorrelatedBatchNorm1d(4))
+    with pytest.warns(UserWarning, match=r"0 \(DecorrelatedBatchNorm1d\)"):
+        iternorm.convert_sync_iternorm(model)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_an_implementation_that_does_not_synchronize_raises(impl):
+    with pytest.raises(ValueError, match=f'impl="{impl}" does not synchronize'):
+        iternorm.SyncIterNorm(4, impl=impl)
