@@ -1,10 +1,14 @@
 """The short table: BN against IterNorm, whichever way it came out."""
 
+from pathlib import Path
+
 from iternorm.experiments.evidence import pays
 from iternorm.experiments.jobs import registry
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Result
 from iternorm.experiments.paper import fig6, imagenette
+
+ROOT = Path(__file__).parents[3]
 
 
 def rows(**finished):
@@ -51,3 +55,9 @@ def test_the_markdown_is_a_table():
     assert len(lines) == 2 + 4
     assert {line.count("|") for line in lines} == {8}
     assert rows()[0] == []
+
+
+def test_the_readme_has_the_table_of_the_committed_results():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found, _ = pays.rows(registry.contrasts(ROOT / "results"))
+    assert f"<!-- bench:results -->\n\n{pays.markdown(found)}\n\n<!-- /bench -->" in text, "write it again: make report"

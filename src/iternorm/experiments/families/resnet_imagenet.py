@@ -1,6 +1,6 @@
 """ResNets on ImageNet: what Tables 2 and 3 have in common, and on Imagenette."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.experiments.recipe import Recipe
+from iternorm.networks.norms import is_iterated
 
 HOME = "imagenet"
 # An improvement that the paper calls significant, in points: that of decorrelating the features.
@@ -130,8 +131,10 @@ def _claim_no_gain(results: Sequence[Result], model: str) -> Claim:
     return Claim(text, rule.is_no_lower(full, first, visible=_SIGNIFICANT, num_test=num_test), evidence)
 
 
-def contrasts(results: Sequence[Result], model: str, data_title: str = "ImageNet") -> list[Contrast]:
-    """BN against IterNorm in the first place, and before the last linear layer too."""
+def contrasts(
+    results: Sequence[Result], model: str, norms: Iterable[str], data_title: str = "ImageNet"
+) -> list[Contrast]:
+    """BN against those of the norms that are IterNorm's."""
     return [
         Contrast(
             f"{title(model)} on {data_title}",
@@ -140,7 +143,8 @@ def contrasts(results: Sequence[Result], model: str, data_title: str = "ImageNet
             outcomes.select(results, model, BN),
             outcomes.select(results, model, norm),
         )
-        for norm in (ITERNORM_L1, ITERNORM_DF)
+        for norm in norms
+        if is_iterated(norm)
     ]
 
 

@@ -302,6 +302,12 @@ def survey(experiment: Experiment, root: Path, *, smoke: bool = False) -> State:
     return State(tuple(finished), tuple(missing), running, tuple(unusable))
 
 
+def contrasts(root: Path) -> list[Contrast]:
+    """Networks trained with BN and with IterNorm, of all experiments, from the results that are there."""
+    found = map(get, EXPERIMENTS)
+    return [each for experiment in found for each in experiment.contrasts(survey(experiment, root).finished)]
+
+
 def draw(experiment: Experiment, root: Path, *, smoke: bool = False, out: Path | None = None) -> tuple[Path, State]:
     """Draw the figure of all finished jobs, ``ROOT/ID/ID.png`` unless `out` is given.
 

@@ -72,4 +72,4 @@ def claims(results: Sequence[Result]) -> list[Claim]:
 
 def contrasts(results: Sequence[Result]) -> list[Contrast]:
     """BN against IterNorm."""
-    return resnet_imagenet.contrasts(results, MODEL)
+    return resnet_imagenet.contrasts(results, MODEL, PAPER)

@@ -70,4 +70,4 @@ def claims(results: Sequence[Result]) -> list[Claim]:
 
 def contrasts(results: Sequence[Result]) -> list[Contrast]:
     """BN against IterNorm."""
-    return [each for model in PAPER for each in resnet_imagenet.contrasts(results, model)]
+    return [each for model, norms in PAPER.items() for each in resnet_imagenet.contrasts(results, model, norms)]
