@@ -11,7 +11,7 @@ help:
 	@echo "make test      run the tests"
 	@echo "make check     lint, formatting and types"
 	@echo "make test-gpu  run the tests that need a CUDA device, from the tree, with the system's torch"
-	@echo "make report    write docs/reproduction.md and .html from the results of experiments"
+	@echo "make report    write docs/reproduction.md and .html, and the README's table, from the results of experiments"
 	@echo "make bench     time the layers on this machine's CPU"
 	@echo "make bench-gpu time the layers and a training step on a CUDA device, from the tree, with the system's torch"
 	@echo "make format    rewrite the code in the project's format"
@@ -43,6 +43,7 @@ format: setup
 
 report: setup
 	$(BIN)/iternorm report
+	$(BIN)/python benchmarks/table.py results --write README.md
 
 bench: setup
 	$(BIN)/iternorm bench

@@ -59,6 +59,15 @@ def test_fold_and_export(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["digits.onnx"]
 
 
+def test_study(tmp_path):
+    study = EXAMPLES / "study.py"
+    output = run("-m", "iternorm", "run", study, "--smoke", "--seeds", 1, folder=tmp_path)
+    assert "4 jobs: 4 ran" in output
+    assert "4 finished before" in run("-m", "iternorm", "run", study, "--smoke", "--seeds", 1, folder=tmp_path)
+    output = run("-m", "iternorm", "report", study, "--out", ".", folder=tmp_path)
+    assert "study.html" in output
+
+
 def test_the_guide(capsys):
     text = (EXAMPLES.parent / "docs" / "using.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

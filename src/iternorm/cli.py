@@ -118,7 +118,12 @@ def _print_version(wanted: bool) -> None:
 
 _Device = Annotated[str, typer.Option(help="cpu or cuda.", autocompletion=_one_of("cpu", "cuda"))]
 _Experiments = Annotated[
-    list[str], typer.Argument(metavar="ID...", help="Ids that `iternorm ls` lists, or all.", autocompletion=_ids)
+    list[str],
+    typer.Argument(
+        metavar="ID...",
+        help="Ids that `iternorm ls` lists, or all; or a study of your own, ./study.py.",
+        autocompletion=_ids,
+    ),
 ]
 _Results = Annotated[Path, typer.Option("--results", file_okay=False, help="The folder of results.")]
 _Smoke = Annotated[bool, typer.Option("--smoke", help="The small size: all experiments in a minute or two.")]
@@ -423,14 +428,19 @@ def plot(
 
 @verb
 def report(
+    experiments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ID]...", help="A report of these alone; a study of your own is ./study.py."),
+    ] = None,
     results: _Results = Path("results"),
     out: Annotated[
-        Path, typer.Option(file_okay=False, help="The folder for reproduction.md and reproduction.html.")
+        Path, typer.Option(file_okay=False, help="The folder for reproduction.md and .html, or ID.md and .html.")
     ] = Path("docs"),
 ) -> None:
     """Write the report: the paper's claims and numbers beside ours, for every figure and table."""
     _require("matplotlib")
     from iternorm.experiments.evidence import reproduction
+    from iternorm.experiments.jobs import registry
 
-    for path in reproduction.write(results, out):
+    for path in reproduction.write(results, out, registry.get_all(experiments) if experiments else None):
         console.print(f"Written: {path}", highlight=False, soft_wrap=True, markup=False)

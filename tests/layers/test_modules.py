@@ -9,8 +9,8 @@ from checks import assert_same_state, correlated, covariance_of, relative_error,
 from torch import nn
 
 import iternorm
-from iternorm import DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, IterNorm3d, functional, reference
-from iternorm.whitening import groups
+from iternorm import DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, IterNorm3d, reference
+from iternorm.whitening import groups, inference
 
 LAYERS = [
     (iternorm.IterNorm1d, nn.BatchNorm1d, (9,)),
@@ -181,7 +181,7 @@ def test_tracking_switched_off_later_is_as_in_batch_norm():
     layer(x)
     assert_same_state(layer, before)
     torch.testing.assert_close(
-        layer.eval()(x), functional.apply(x, layer.running_whitening, layer.running_mean, None, None, 4)
+        layer.eval()(x), inference.apply(x, layer.running_whitening, layer.running_mean, None, None, 4)
     )
 
 

@@ -92,36 +92,45 @@ def figure_svg(figure: "Figure", *, label: str = "") -> str:
 
 
 def html_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str | None = None) -> str:
-    """A table of plain values, escaped. A column whose every cell reads as a number is aligned to the right."""
-    cells = [[str(value) for value in row] for row in rows]
+    """A table of plain values, escaped. A column whose every cell reads as a number is aligned to the right.
+
+    A value with a method `__html__` is put in as what that returns.
+    """
+    cells = [list(row) for row in rows]
     for index, row in enumerate(cells):
         if len(row) != len(columns):
             raise ValueError(f"row {index} has {len(row)} cells for {len(columns)} columns: {row}")
-    numeric = [bool(cells) and all(_NUMBER.fullmatch(row[i]) for row in cells) for i in range(len(columns))]
+    numeric = [bool(cells) and all(_NUMBER.fullmatch(str(row[i])) for row in cells) for i in range(len(columns))]
     kinds = [' class="number"' if number else "" for number in numeric]
     head = "".join(f'<th scope="col"{kind}>{escape(name)}</th>' for name, kind in zip(columns, kinds, strict=True))
     body = "\n".join(
-        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+        "<tr>" + "".join(f"<td{kind}>{_html(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
         for row in cells
     )
     title = "" if caption is None else f"<caption>{escape(caption)}</caption>\n"
     return f'<div class="table"><table>\n{title}<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
 
 
-def html_page(title: str, sections: Iterable[tuple[str, str]], *, subtitle: str = "") -> str:
+def _html(value: object) -> str:
+    own = getattr(value, "__html__", None)
+    return escape(str(value)) if own is None else own()
+
+
+def html_page(title: str, sections: Iterable[tuple[str, str]], *, subtitle: str = "", style: str = "") -> str:
     """A whole page in one file.
 
     Args:
         title: The page's title, plain text.
         sections: Pairs of a heading (plain text) and its content (HTML, put in as it is).
         subtitle: One line below the title, plain text.
+        style: Rules of its own, behind those of every page.
     """
     below = f'\n<p class="subtitle">{escape(subtitle)}</p>' if subtitle else ""
     content = "\n".join(f"<section>\n<h2>{escape(heading)}</h2>\n{html}\n</section>" for heading, html in sections)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}{style}</style>\n</head>\n<body>\n<main>\n"
         f"<header>\n<h1>{escape(title)}</h1>{below}\n</header>\n{content}\n</main>\n</body>\n</html>\n"
     )
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from iternorm.experiments.evidence import outcomes
+from iternorm.experiments.evidence import outcomes, palette
 from iternorm.experiments.evidence.outcomes import Seeds, claim_lower
 from iternorm.experiments.jobs.findings import Comparison, Finding, Verdict
 from iternorm.experiments.jobs.results import Result
@@ -66,7 +66,7 @@ def test_numbers_are_drawn_and_told_in_words():
         "diverged": Comparison("", "3.0", (), note="1 of 1 runs diverged"),
         "some": Comparison("", "3.0", (3.1,), note="1 of 2 runs diverged"),
     }
-    outcomes.draw_numbers(axes, rows)
+    outcomes.draw_numbers(axes, rows, ["BN", "DBN-16", "DBN-16", "IterNorm T=5"])
     outcomes.label_numbers(axes)
     texts = [text.get_text() for text in axes.texts]
     assert [" ".join(text.split()) for text in texts] == [
@@ -78,3 +78,6 @@ def test_numbers_are_drawn_and_told_in_words():
     assert [label.get_text() for label in axes.get_yticklabels()] == list(rows)
     marks = sorted(line.get_xdata()[0] for line in axes.lines if line.get_marker() in "Do" and len(line.get_xdata()))
     assert marks == [3.0, 3.0, 3.1, 3.5, 3.56, 29.76]
+    # Ours have the colours of their norms, the paper's none.
+    ours = [line.get_color() for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    assert ours == [palette.color_of("BN"), palette.color_of("IterNorm T=5")]

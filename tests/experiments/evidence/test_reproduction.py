@@ -1,5 +1,6 @@
 """The report: what it says of what was run, of what was not, and that the same results give the same text."""
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import tiny_experiment
 from page_checks import assert_self_contained
 
-from iternorm.experiments.evidence import reproduction
+from iternorm.experiments.evidence import blocks, reproduction
 from iternorm.experiments.jobs import registry, results
 from iternorm.experiments.jobs.findings import Claim, Comparison, Finding, Verdict, measured
 from iternorm.experiments.jobs.registry import Experiment, Plan
@@ -50,9 +51,10 @@ def written(root, folder):
 def test_what_was_not_run_says_so(tiny, tmp_path):
     text, page = written(tmp_path / "r", tmp_path / "docs")
     assert "| [tiny](#tiny) | Tiny: nothing | 1 not run | 0\u00a0of\u00a04 |" in text
-    assert "**Not run**: none of 4 runs is finished. What it would take: `iternorm run tiny`; an hour." in text
+    assert "**Not run**: none of 4 runs is finished. What it would take: the command below; an hour." in text
+    assert "```sh\niternorm run tiny\n```" in text
     assert "| It \\| works. | not run | – |" in text
-    assert "| BN\\_\\* | 7.5 ± 0.1 % | not run | – |" in text
+    assert "| BN\\_\\* | 7.5 ± 0.1 % | not run |\n" in text
     assert "<strong>Not run</strong>" in page
     assert "![" not in text
     assert not (tmp_path / "r").exists()
@@ -62,14 +64,16 @@ def test_numbers_claims_departures_and_origin_of_what_was_run(tiny, tmp_path):
     save(tmp_path / "r", tiny, 2)
     text, page = written(tmp_path / "r", tmp_path / "docs")
     assert "| [tiny](#tiny) | Tiny: nothing | 1 holds | 8\u00a0of\u00a08 |" in text
-    assert "Of 1 claims: 1 holds." in text
+    assert "Of 1 claims of the paper: 1 holds." in text
     # Eight values, half 0 and half 1: the deviation is that of a sample.
-    assert "| BN\\_\\* | 7.5 ± 0.1 % | 0.50 ± 0.53 % | 8 |" in text
+    # And it has as many decimals as the paper's number.
+    assert "| BN\\_\\* | 7.5 ± 0.1 % | 0.5 ± 0.5 % | 8 |" in text
     assert "| It \\| works. | holds | a \\< b |" in text
-    assert "**Command:** `iternorm run tiny`" in text
+    assert "<pre><code>iternorm run tiny</code></pre>" in page
     assert "**Departures:** `a_b*` and more." in text
     assert "<code>a_b*</code> and more." in page
-    assert "| A CPU, 2 cores | torch 2.13.0, iternorm 0.1.0 | 0123456789 | 2026-11-14 | 8 | 5 min 20 s |" in text
+    origin = "| A CPU, 2 cores | torch 2.13.0, iternorm 0.1.0 | unknown | 0123456789 | 2026-11-14 | 8 | 5 min 20 s |"
+    assert origin in text
     assert "![Tiny: nothing](../r/tiny/tiny.png)" in text
     assert (tmp_path / "r" / "tiny" / "tiny.png").stat().st_size > 1000
     assert "<svg" in page
@@ -89,7 +93,8 @@ def test_runs_that_are_not_alike_have_lines_of_their_own(tiny, tmp_path):
     gpu = {**MADE, "machine": {"cpu": "A CPU", "gpu": "A GPU"}, "commit": "fedcba9876543210-dirty"}
     save(tmp_path / "r", tiny, 1, made=gpu, seconds=4000)
     text, _ = written(tmp_path / "r", tmp_path / "docs")
-    assert "| A GPU | torch 2.13.0, iternorm 0.1.0 | fedcba9876 (dirty) | 2026-11-14 | 4 | 4 h 26 min |" in text
+    origin = "| A GPU | torch 2.13.0, iternorm 0.1.0 | unknown | fedcba9876 (dirty) | 2026-11-14 | 4 | 4 h 26 min |"
+    assert origin in text
     assert "| 0123456789 | 2026-11-14 | 4 |" in text
 
 
@@ -104,6 +109,7 @@ def test_the_same_results_give_the_same_text(tiny, tmp_path):
         ((), "%", "not run"),
         ((7.456,), "%", "7.46 %"),
         ((7.0, 8.0), "%", "7.50 ± 0.71 %"),
+        ((0.4, 0.42), "points", "0.41 ± 0.01 points"),
         ((float("nan"),), "%", "diverged"),
         ((float("inf"), 7.0), "%", "7.00 %, 1 diverged"),
         ((1234.5,), "", "1234"),
@@ -117,17 +123,84 @@ def test_our_number_is_mean_and_deviation(ours, unit, text):
 
 def test_verdicts_are_words():
     claim = Claim("x", Finding(Verdict.ONE_SEED, True), "", "1 of 4 configurations")
-    assert reproduction._verdict(claim) == "one seed only, points to it, in 1 of 4 configurations"
-    assert reproduction._verdict(replace(claim, coverage="")) == "one seed only, points to it"
+    assert str(reproduction._verdict(claim)) == "one seed only, points to it, in 1 of 4 configurations"
+    assert str(reproduction._verdict(replace(claim, coverage=""))) == "one seed only, points to it"
     claims = [claim, claim, *(Claim("x", Finding(verdict), "") for verdict in Verdict if verdict is not claim.verdict)]
     claims.append(Claim("x", measured(True), "", "1 of 4 configurations"))
-    assert reproduction._counted(claims) == (
+    assert str(reproduction._counted(claims)) == (
         "2 hold (one in 1 of 4 configurations), 1 does not hold, 1 undecided, "
-        "2 on one seed only (in 1 of 4 configurations), 1 not run"
+        "2 on one seed only: 2 for (in 1 of 4 configurations), 1 not run"
     )
 
 
 def test_the_committed_report_is_of_the_committed_results():
-    text = reproduction._markdown(*reproduction._collect(ROOT / "results"), ROOT / "docs")
+    text = blocks.markdown(*reproduction._collect(ROOT / "results"), ROOT / "docs")
     committed = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
     assert text == committed, "write it again: iternorm report"
+
+
+def test_verdicts_have_colours_and_a_legend(tiny, tmp_path):
+    save(tmp_path / "r", tiny, 1)
+    text, page = written(tmp_path / "r", tmp_path / "docs")
+    assert '<span class="verdict holds">1 holds</span>' in page or '<span class="verdict holds">holds</span>' in page
+    for verdict in Verdict:
+        name = verdict.value.replace(" ", "-")
+        # The rule of the style sheet, and the legend.
+        assert f".{name} {{" in page
+        assert f'<span class="verdict {name}">{verdict.value}</span>' in page
+        assert f"| {verdict.value} | " in text
+
+
+def test_sections_have_ids_and_titles_and_lead_back(tiny, tmp_path):
+    text, page = written(tmp_path / "r", tmp_path / "docs")
+    assert '<a id="tiny"></a>\n\n## tiny: Tiny: nothing\n' in text
+    assert "<h2>tiny: Tiny: nothing</h2>" in page
+    assert '<span id="tiny"></span>' in page
+    assert '<a href="#summary">' in page
+
+
+def test_how_a_result_was_made_is_told_where_it_is_known(tiny, tmp_path):
+    made = {**MADE, "processes": 2, "precision": "bf16", "compile": True}
+    made["data"] = {
+        "name": "pictures", "classes": 10, "train_images": 5000, "test_images": 3925, "listing_sha256": "ab" * 32,
+    }  # fmt: skip
+    save(tmp_path / "r", tiny, 1, made=made)
+    text, _ = written(tmp_path / "r", tmp_path / "docs")
+    assert "| 2 processes, bf16, compiled | 0123456789 |" in text
+    assert (
+        "**Data:** pictures: 10 classes, 5,000 training and 3,925 test images; sha256 of the list of files "
+        "abababababababab." in text
+    )
+
+
+def test_a_column_that_would_be_empty_is_left_out():
+    numbers = [Comparison("a", "", (1.0,)), Comparison("b", "", ())]
+    assert reproduction._numbers(numbers).columns == ("number", "ours", "n")
+    assert reproduction._numbers(numbers).rows[1] == ("b", "not run", "–")
+    numbers.append(Comparison("c", "3.5", (), note="why"))
+    assert reproduction._numbers(numbers).columns == ("number", "the paper", "ours", "n", "note")
+    assert reproduction._numbers(numbers).rows[0] == ("a", "–", "1.00 %", "1", "")
+
+
+def test_a_mean_of_repeats_says_of_how_many():
+    (row,) = reproduction._numbers([Comparison("a", "", (1.5,), "", count=10)]).rows
+    assert row[-1] == "10"
+
+
+def test_every_command_can_be_pasted():
+    for name in registry.EXPERIMENTS:
+        command = registry.get(name).field("Command")
+        assert command.startswith(f"iternorm run {name} ")
+        assert not set("[]<>|") & set(command)
+        assert "FOLDER" not in command
+        subprocess.run(["sh", "-n", "-c", command], check=True)
+
+
+def test_a_report_of_some_experiments(tiny, tmp_path):
+    save(tmp_path / "r", tiny, 1)
+    paths = reproduction.write(tmp_path / "r", tmp_path, [tiny])
+    assert [path.name for path in paths] == ["tiny.md", "tiny.html"]
+    assert paths[0].read_text().startswith("# Tiny: nothing.\n")
+    assert_self_contained(paths[1].read_text())
+    (several, _) = reproduction.write(tmp_path / "r", tmp_path, [tiny, replace(tiny, id="other")])
+    assert several.name == "report.md"

@@ -210,7 +210,7 @@ def test_random_results_are_near_chance_in_figure_3():
 
 def test_a_claim_gives_its_numbers():
     claim = fig3.claims(results(fig3, mnist_values(IMPROVED, SMALL)))[3]
-    assert "plain 4.00 (one seed), BN 89.00 (one seed)" in claim.evidence
+    assert "plain 4.00, BN 89.00, DBN 50.00, IterNorm T=5 50.00 (one seed each)" in claim.evidence
     assert "near the 90 of chance" in claim.evidence
     assert fig3.claims([])[3].evidence.startswith("Final test error (%): not run")
 

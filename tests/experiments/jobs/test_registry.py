@@ -270,8 +270,18 @@ def test_table_a1_on_a_gpu_times_128_channels_together_and_both_ways_of_dbn(tmp_
     assert {job.name for job in compiled} >= {"IterNorm T=5 d=128", "DBN d=16 kernels"}
     result = results.Result("tableA1", {"job": "a", "shape": list(shape), "device": "cuda"}, rows, 0.0, {})
     cheap, faster = tableA1.claims([result])
-    assert cheap.evidence == "time / time of the convolution: 1.00 with 128 channels"
-    assert faster.evidence.endswith("of DBN by our kernels, which the paper did not have: 1.00 with 128 channels")
+    assert cheap.evidence == "time / time of the convolution: on cuda 1.00 with 128 channels"
+    assert faster.evidence.endswith("of DBN by our kernels, which the paper did not have, 1.00 with 128 channels")
+    # A GPU decides, and a CPU is told beside it.
+    slow = [{**row, "median_ms": row["median_ms"] * (9 if "IterNorm" in row["name"] else 1)} for row in rows]
+    cpu = results.Result("tableA1", {"job": "b", "shape": list(shape), "device": "cpu"}, slow, 0.0, {})
+    for found in ([cpu, result], [result, cpu]):
+        assert tableA1.claims(found)[0].finding == measured(True)
+        assert tableA1.claims(found)[0].evidence.endswith(
+            "on cuda 1.00 with 128 channels; on cpu 9.00 with 128 channels"
+        )
+    assert tableA1.claims([cpu])[0].finding == measured(False)
+    assert [claim.finding for claim in tableA1.claims([])] == [measured(None)] * 2
     assert len(tableA1.compare([result])) == len(paper)
 
 

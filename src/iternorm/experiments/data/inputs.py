@@ -28,7 +28,7 @@ def build_model(factory: str) -> nn.Module:
     place, separator, name = factory.rpartition(":")
     if not separator or not place or not name:
         raise ValueError(f"MODEL_FACTORY is {factory!r}, but module:function or file.py:function is needed")
-    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    module = import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     found = getattr(module, name, None)
     if isinstance(found, nn.Module):
         return found
@@ -81,10 +81,10 @@ def _import_module(name: str) -> Any:
         raise ValueError(f"MODEL_FACTORY: there is no module {error.name!r} in {looked}") from error
 
 
-def _import_file(path: Path) -> Any:
+def import_file(path: Path, argument: str = "MODEL_FACTORY") -> Any:
     """Run a file that can import its neighbours: by name, and relatively where it lies in a package."""
     if not path.is_file():
-        raise ValueError(f"MODEL_FACTORY: there is no file {path}")
+        raise ValueError(f"{argument}: there is no file {path}")
     path = path.resolve()
     folder, names = path.parent, [path.stem]
     while (folder / "__init__.py").is_file():

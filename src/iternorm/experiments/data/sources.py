@@ -6,7 +6,7 @@ are a function of the recipe's seed and the number of the epoch, drawn on the CP
 in every number of processes, and nothing has to be saved to resume.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -107,45 +107,67 @@ def open_source(
         return kind(recipe, torch.device(device), rank, world_size, folder, num_workers)
     if recipe.kept_on_device:
         raise ValueError(f"kept_on_device=True of a recipe: {recipe.data} always is, False is needed")
-    return TensorSource(recipe, torch.device(device), rank, world_size, folder)
+    train, test = (_load(recipe.data, split, folder) for split in ("train", "test"))
+    statistics = _STATISTICS[recipe.data.removeprefix(data.GENERATED)]
+    return TensorSource(recipe, device, train, test, statistics, rank=rank, world_size=world_size)
 
 
 class TensorSource:
-    """MNIST, CIFAR-10 or their look-alikes, on the device as bytes. See `Source`."""
+    """MNIST, CIFAR-10, or images of your own, on the device, as bytes or as floats. See `Source`.
+
+    Args:
+        recipe: Names the batch size, the seed and what else concerns the data.
+        device: Where the batches shall be.
+        train: Training images ``[N, C, H, W]`` and labels ``[N]``, from 0.
+        test: The same to test on.
+        statistics: Mean and deviation of each channel, by which images are normalized; those of the training images
+            unless given.
+        rank: The number of this process.
+        world_size: How many processes share each batch.
+
+    Raises:
+        ValueError: Shapes or labels do not fit, or the recipe asks for what the data do not have.
+    """
 
     def __init__(
         self,
         recipe: Recipe,
-        device: torch.device,
+        device: str | torch.device,
+        train: tuple[Tensor, Tensor],
+        test: tuple[Tensor, Tensor],
+        statistics: tuple[Sequence[float], Sequence[float]] | None = None,
+        *,
         rank: int = 0,
         world_size: int = 1,
-        folder: data.Folder = None,
     ) -> None:
         check_share(recipe, rank, world_size)
-        name = recipe.data.removeprefix(data.GENERATED)
-        train, train_labels = _load(recipe.data, "train", folder)
-        test, test_labels = _load(recipe.data, "test", folder)
-        channels, height, width = train.shape[1:]
+        _check(train, test)
+        device = torch.device(device)
+        (images, labels), (test_images, test_labels) = train, test
+        images, test_images = (each if each.dtype == torch.uint8 else each.float() for each in (images, test_images))
+        channels, height, width = images.shape[1:]
         if recipe.image_size not in (None, height):
             raise ValueError(
                 f"image_size={recipe.image_size} of a recipe: images of {recipe.data} are of size {height}"
             )
-        self.num_classes = 10
+        self.num_classes = 1 + int(max(labels.max(), test_labels.max()))
         self.in_shape = channels, height, width
-        self.num_train = num_examples(recipe.train_examples, len(train), "train_examples", recipe.data)
-        self.num_test = num_examples(recipe.test_examples, len(test), "test_examples", recipe.data)
+        self.num_train = num_examples(recipe.train_examples, len(images), "train_examples", recipe.data)
+        self.num_test = num_examples(recipe.test_examples, len(test_images), "test_examples", recipe.data)
         self.iterations_per_epoch = iterations_per_epoch(recipe, self.num_train)
         self._recipe, self._device = recipe, device
         self._rank, self._world_size = rank, world_size
         self._format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-        mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1) for values in _STATISTICS[name])
+        if statistics is None:
+            statistics = _statistics(images)
+        mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1) for values in statistics)
         self._scale, self._shift = 1 / std, -mean / std
-        self._images = train[: self.num_train].to(device)
+        self._images = images[: self.num_train].to(device)
         if recipe.augment:
             self._images = reflection_padded(self._images, _PADDING)
-        self._labels = train_labels[: self.num_train].to(device)
+        self._labels = labels[: self.num_train].long().to(device)
         share = share_of(self.num_test, rank, world_size)
-        self._test = test[share].to(device, memory_format=self._format), test_labels[share].to(device)
+        self._test = test_images[share].to(device, memory_format=self._format), test_labels[share].long().to(device)
         self._whole: Tensor | None = None
 
     def train_batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -187,6 +209,28 @@ class TensorSource:
         else:
             images = self._images[index].contiguous(memory_format=self._format)
         return images, self._labels[index]
+
+
+def _check(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> None:
+    for name, (images, labels) in (("train", train), ("test", test)):
+        if images.ndim != 4 or labels.ndim != 1 or len(images) != len(labels) or len(images) == 0:
+            raise ValueError(
+                f"{name} has images of shape {tuple(images.shape)} and labels of shape {tuple(labels.shape)}: "
+                "[N, C, H, W] and [N] are needed"
+            )
+        if labels.is_floating_point() or labels.is_complex() or int(labels.min()) < 0:
+            raise ValueError(
+                f"{name} has labels of {labels.dtype} from {labels.min()}: whole numbers from 0 are needed"
+            )
+    if train[0].shape[1:] != test[0].shape[1:]:
+        shapes = " and ".join(str(tuple(images.shape[1:])) for images, _ in (train, test))
+        raise ValueError(f"train and test have images of different shapes, {shapes}: the same is needed")
+
+
+def _statistics(images: Tensor) -> tuple[list[float], list[float]]:
+    """Mean and deviation of each channel; a channel without deviation is left as it is."""
+    deviation, mean = torch.std_mean(images.double(), dim=(0, 2, 3), correction=0)
+    return mean.tolist(), torch.where(deviation > 0, deviation, 1.0).tolist()
 
 
 def _load(name: str, split: data.Split, folder: data.Folder) -> tuple[Tensor, Tensor]:

@@ -8,20 +8,11 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from iternorm.experiments.evidence import palette
 from iternorm.experiments.jobs.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-COLORS = {
-    "plain": "#7f7f7f",
-    "BN": "#0072b2",
-    "DBN": "#d55e00",
-    "DBN-16": "#d55e00",
-    "IterNorm T=5": "#009e73",
-    "IterNorm T=5 d=64": "#cc79a7",
-}
-_OTHER_COLORS = ("#56b4e9", "#e69f00", "#332288", "#882255", "#999933", "#44aa99", "#aa4499")
 
 
 def by(results: Iterable[Result], *fields: str) -> dict:
@@ -62,25 +53,6 @@ def mean(results: Sequence[Result] | None, value: Callable[[Result], float]) -> 
     return statistics.fmean(map(value, results)) if results else None
 
 
-def text(number: float | None, unit: str = "%") -> str:
-    """A number for a line of evidence.
-
-    Example:
-        >>> text(7.5678), text(math.inf), text(None), text(0.01234, "")
-        ('7.57 %', 'diverged', 'not run', '0.0123')
-    """
-    if number is None:
-        return "not run"
-    if math.isinf(number):
-        return "diverged"
-    return f"{number:.3g} {unit}".strip()
-
-
-def evidence(values: Mapping[str, float | None], unit: str = "%") -> str:
-    """Names and their numbers, those that were run."""
-    return ", ".join(f"{name} {text(value, unit)}" for name, value in values.items() if value is not None) or "not run"
-
-
 def divergence_note(results: Sequence[Result] | None) -> str:
     """How many of the seeds diverged, empty where none did."""
     count = sum(map(diverged, results or ()))
@@ -103,9 +75,12 @@ def draw(
         train: The field of the solid line; None draws none.
         test: The field of the dashed line; None draws none.
     """
-    others = iter(_OTHER_COLORS * (1 + len(runs) // len(_OTHER_COLORS)))
+    norms = {label: str(results[0].config.get("norm", label)) for label, results in runs.items()}
+    # By what a curve is called where several are of one norm.
+    keys = norms if len(set(norms.values())) == len(norms) else {label: label for label in norms}
+    colors = palette.colors_of(keys.values())
     for label, results in runs.items():
-        color = COLORS.get(label) or next(others)
+        color = colors[keys[label]]
         name = f"{label} (diverged)" if any(map(diverged, results)) else label
         # With batches of 2 DBN and IterNorm are the same map and their curves lie on each other: both shall be seen.
         width = 2.4 if label == "DBN" else 1.3
@@ -119,6 +94,19 @@ def draw(
             axes.plot(shared, heights, line, color=color, linewidth=width, label=name if field == train else None)
     axes.set_xlabel(x)
     axes.grid(alpha=0.25)
+
+
+def note_missing(axes: "Axes", names: Sequence[str]) -> None:
+    """Tell on a panel what of it was not run; in its middle where that is all of it."""
+    if not names:
+        return
+    place = {"transform": axes.transAxes, "color": palette.GREY, "wrap": True}
+    if not axes.lines:
+        axes.text(0.5, 0.5, "not run", ha="center", va="center", **place)
+        axes.set_xticks([])
+        axes.set_yticks([])
+    else:
+        axes.text(0.98, 0.3, f"not run: {', '.join(names)}", fontsize=7, ha="right", **place)
 
 
 def limit_errors(axes: "Axes", runs: Iterable[Result], quantile: float = 0.9) -> None:

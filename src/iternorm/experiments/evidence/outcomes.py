@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from iternorm.experiments.evidence import curves, rule
+from iternorm.experiments.evidence import curves, palette, rule
 from iternorm.experiments.evidence.rule import Seeds
 from iternorm.experiments.jobs.findings import Claim, Comparison, Finding
 from iternorm.experiments.jobs.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-_PAPER_COLOR, _OUR_COLOR = "#d55e00", "#0072b2"
 
 
 # Test examples of the data sets, where a result does not say.
@@ -89,25 +87,52 @@ def last_is_much_worse(values: Sequence[Seeds], num_test: int | None = None) -> 
 
 
 def told(values: Mapping[str, Seeds], form: str = ".2f") -> str:
-    """Names and their numbers, those that were run."""
-    return ", ".join(f"{name} {seeds:{form}}" for name, seeds in values.items() if seeds != Seeds(())) or "not run"
+    """Names and their numbers, those that were run; how many seeds is said once where it is the same of all.
+
+    Example:
+        >>> told({"BN": Seeds((7.3,)), "DBN": Seeds((7.2,)), "IterNorm": Seeds(())})
+        'BN 7.30, DBN 7.20 (one seed each)'
+    """
+    found = {name: seeds for name, seeds in values.items() if seeds != Seeds(())}
+    alike = len(found) > 1 and len({(len(seeds.values), seeds.num_diverged) for seeds in found.values()}) == 1
+    texts = {name: format(seeds, form) for name, seeds in found.items()}
+    ends = {text[text.rfind(" (") :] for text in texts.values()}
+    if alike and len(ends) == 1 and (end := ends.pop()).startswith(" ("):
+        return ", ".join(f"{name} {text.removesuffix(end)}" for name, text in texts.items()) + f"{end[:-1]} each)"
+    return ", ".join(f"{name} {text}" for name, text in texts.items()) or "not run"
 
 
-def draw_numbers(axes: "Axes", rows: Mapping[str, Comparison]) -> None:
-    """The paper's numbers and ours, a line for each name: marks on a scale, and the figures in words."""
+def draw_numbers(axes: "Axes", rows: Mapping[str, Comparison], norms: Sequence[str]) -> None:
+    """The paper's numbers and ours, a line for each name: marks on a scale, and the figures in words.
+
+    Args:
+        axes: Where to draw.
+        rows: The numbers by what they are of.
+        norms: The norm of each row, whose colour ours has.
+    """
+    colors = palette.colors_of(norms)
     heights = range(len(rows))
     style: dict[str, Any] = {"markersize": 5, "capsize": 3}
-    for height, row in zip(heights, rows.values(), strict=True):
+    for height, row, norm in zip(heights, rows.values(), norms, strict=True):
         if found := re.fullmatch(r"([\d.]+)(?: ± ([\d.]+))?", row.paper):
             error = float(found[2]) if found[2] else None
-            axes.errorbar(float(found[1]), height - 0.15, xerr=error, fmt="D", color=_PAPER_COLOR, **style)
+            axes.errorbar(
+                float(found[1]),
+                height - 0.15,
+                xerr=error,
+                fmt="D",
+                color=palette.PAPER,
+                markerfacecolor="white",
+                **style,
+            )
         if row.ours:
             error = statistics.stdev(row.ours) if len(row.ours) > 1 else None
-            axes.errorbar(statistics.fmean(row.ours), height + 0.15, xerr=error, fmt="o", color=_OUR_COLOR, **style)
+            axes.errorbar(statistics.fmean(row.ours), height + 0.15, xerr=error, fmt="o", color=colors[norm], **style)
         # The note of a run that diverged says more than that there is no number.
         ours = str(Seeds(row.ours)) if not row.note else f"{Seeds(row.ours)}, {row.note}" if row.ours else row.note
         place = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 7.5}
-        axes.text(1.0, height, f" paper {row.paper}\n ours {ours}", **place)
+        paper = f" paper {row.paper}\n" if row.paper else ""
+        axes.text(1.0, height, f"{paper} ours {ours}", **place)
     axes.set_yticks(heights, list(rows), fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.margins(x=0.1)
@@ -117,6 +142,6 @@ def draw_numbers(axes: "Axes", rows: Mapping[str, Comparison]) -> None:
 
 def label_numbers(axes: "Axes") -> None:
     """A legend for `draw_numbers`."""
-    axes.plot([], [], "D", color=_PAPER_COLOR, markersize=5, label="the paper")
-    axes.plot([], [], "o", color=_OUR_COLOR, markersize=5, label="ours")
+    axes.plot([], [], "D", color=palette.PAPER, markerfacecolor="white", markersize=5, label="the paper")
+    axes.plot([], [], "o", color=palette.OURS, markersize=5, label="ours, in the norm's colour")
     axes.legend(fontsize=8, loc="best")

@@ -1,129 +1,143 @@
 """The report on the paper: for every figure and table its claims, its numbers beside ours, and how ours were made.
 
-The report is made of results alone: the same results give the same text. It is put together once, of paragraphs, tables
-and figures, and written twice, as Markdown and as a page.
+The report is made of results alone: the same results give the same text. A study of somebody's own has one too.
 """
 
 import math
-import os
-import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from html import escape
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from iternorm.experiments.evidence import blocks, pays
+from iternorm.experiments.evidence.blocks import Block, Command, Drawing, Link, Section, Table, Verdicts
 from iternorm.experiments.jobs import registry
-from iternorm.experiments.jobs.findings import Claim, Comparison, Verdict
+from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast, Verdict
 from iternorm.experiments.jobs.registry import Experiment, State
 from iternorm.experiments.jobs.results import Result
 from iternorm.report.files import write_text_atomically
-from iternorm.report.html import figure_svg, html_page, html_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _TITLE = "The paper's figures and tables, reproduced"
+_SUBTITLE = "Huang et al., Iterative Normalization, CVPR 2019"
 _INTRODUCTION = (
     "Every figure and table of *Iterative Normalization: Beyond Standardization towards Efficient Whitening* (Huang et "
-    "al., CVPR 2019), as `iternorm run` made it. A claim is a sentence of the paper; whether it holds is decided by a "
-    "function of the results, not by hand. ± is the standard deviation over n seeds. What was not run says so."
+    "al., CVPR 2019), as `iternorm run` made it. A claim is a sentence of the paper; its verdict is a function of the "
+    "results, not of a hand. ± is the standard deviation over n seeds. What was not run says so."
 )
+_MEANINGS = {
+    Verdict.HOLDS: "three seeds or more on either side, and a difference of more than two standard errors (Welch); or "
+    "a measurement that no seed decides",
+    Verdict.FAILS: "the same, the other way round",
+    Verdict.UNDECIDED: "two seeds, or a difference within two standard errors",
+    Verdict.ONE_SEED: "it points to the claim or against it; a test error points somewhere if it differs by more than "
+    "two binomial errors of the test set",
+    Verdict.NOT_RUN: "all of it, or what it is compared with",
+}
 
 
-@dataclass(frozen=True)
-class _Table:
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+def write(root: Path, folder: Path, experiments: Sequence[Experiment] | None = None) -> list[Path]:
+    """Write ``reproduction.md`` and ``reproduction.html`` into `folder`, and each figure beside its results.
 
-
-@dataclass(frozen=True)
-class _Drawing:
-    figure: "Figure"
-    path: Path
-    label: str
-
-
-# A paragraph may have `code` and *emphasis*.
-_Block = str | _Table | _Drawing
-
-
-def write(root: Path, folder: Path) -> list[Path]:
-    """Write ``reproduction.md`` and ``reproduction.html`` into `folder`, and each figure beside its results."""
-    summary, sections = _collect(root)
-    for _, blocks in sections:
-        for block in blocks:
-            if isinstance(block, _Drawing):
+    Args:
+        root: The folder of results.
+        folder: Where to write.
+        experiments: A report of these alone, in ``ID.md`` and ``ID.html``, or in ``report.md`` where there are several.
+    """
+    name = "reproduction" if experiments is None else experiments[0].id if len(experiments) == 1 else "report"
+    title, summary, sections = _collect(root, experiments)
+    for section in sections:
+        for block in section.blocks:
+            if isinstance(block, Drawing):
                 block.path.parent.mkdir(parents=True, exist_ok=True)
                 block.figure.savefig(block.path, dpi=110)
+    subtitle = _SUBTITLE if experiments is None else ""
     return [
-        write_text_atomically(folder / "reproduction.md", _markdown(summary, sections, folder)),
-        write_text_atomically(folder / "reproduction.html", _page(summary, sections)),
+        write_text_atomically(folder / f"{name}.md", blocks.markdown(title, summary, sections, folder)),
+        write_text_atomically(folder / f"{name}.html", blocks.page(title, subtitle, summary, sections)),
     ]
 
 
-def _collect(root: Path) -> tuple[list[_Block], list[tuple[str, list[_Block]]]]:
-    """The blocks of the summary, and those of each experiment under its id."""
-    sections: list[tuple[str, list[_Block]]] = []
+def _collect(root: Path, experiments: Sequence[Experiment] | None = None) -> tuple[str, list[Block], list[Section]]:
+    """The title, the blocks of the summary, and the sections of the experiments."""
+    chosen = experiments if experiments is not None else [registry.get(name) for name in registry.EXPERIMENTS]
+    sections: list[Section] = []
     rows = []
-    every: list[Claim] = []
-    for name in registry.EXPERIMENTS:
-        experiment = registry.get(name)
+    counted: list[Claim] = []
+    contrasts: list[Contrast] = []
+    for experiment in chosen:
         state = registry.survey(experiment, root)
+        contrasts += experiment.contrasts(state.finished)
         claims = experiment.claims(state.finished)
-        every += claims
+        if experiment.is_papers:
+            counted += claims
         # With spaces that do not break: the column is narrow.
         done = f"{len(state.finished)}\u00a0of\u00a0{state.total}"
-        rows.append((name, experiment.title.rstrip("."), _counted(claims), done))
-        sections.append((name, _section(experiment, state, claims, root)))
-    total = f"Of {len(every)} claims: {_counted(every)}." if every else ""
-    table = _Table(("id", "what", "claims", "runs"), tuple(rows))
-    return [_INTRODUCTION, table, *([total] if total else [])], sections
+        title = experiment.title.rstrip(".")
+        rows.append((Link(experiment.id), title, _counted(claims), done))
+        sections.append(Section(experiment.id, title, _section(experiment, state, claims, root)))
+    summary: list[Block] = []
+    if experiments is None:
+        summary += [_INTRODUCTION, *_does_it_pay(contrasts)]
+    if experiments is None or len(chosen) > 1:
+        summary.append(Table(("id", "what", "claims", "runs"), tuple(rows)))
+    if counted:
+        summary.append(f"Of {len(counted)} claims of the paper: {_counted(counted)}.")
+    legend = tuple((Verdicts(((verdict, verdict.value),)), meaning) for verdict, meaning in _MEANINGS.items())
+    summary += ["What the verdicts mean:", Table(("verdict", "it takes"), legend)]
+    title = _TITLE if experiments is None else chosen[0].title if len(chosen) == 1 else "Studies"
+    return title, summary, sections
 
 
-def _section(experiment: Experiment, state: State, claims: Sequence[Claim], root: Path) -> list[_Block]:
-    blocks: list[_Block] = [experiment.title]
+def _does_it_pay(contrasts: Sequence[Contrast]) -> list[Block]:
+    """The short table: BN against IterNorm, network by network."""
+    rows, missing = pays.rows(contrasts)
+    if not rows:
+        return []
+    found: list[Block] = ["**Does it pay?** Final test errors in %, whichever way they came out."]
+    found.append(Table(*pays.cells(rows)))
+    return [*found, f"Not run with both: {'; '.join(missing)}."] if missing else found
+
+
+def _section(experiment: Experiment, state: State, claims: Sequence[Claim], root: Path) -> list[Block]:
+    parts: list[Block] = []
     if not state.finished:
-        blocks.append(f"**Not run**: none of {state.total} runs is finished. {_remedy(experiment)}")
+        parts.append(f"**Not run**: none of {state.total} runs is finished. {_remedy(experiment)}")
     elif state.missing:
         names = _shortened([config["job"] for config in state.missing])
-        blocks.append(
+        parts.append(
             f"**Run in part**: {len(state.finished)} of {state.total} runs are finished; missing: {names}. "
             + _remedy(experiment)
         )
     for reason in state.unusable:
-        blocks.append(f"Not used: {reason}.")
+        parts.append(f"Not used: {reason}.")
     if claims:
         found = ((claim.evidence if state.finished else "") or "–" for claim in claims)
-        rows = ((claim.text, _verdict(claim), what) for claim, what in zip(claims, found, strict=True))
-        blocks.append(_Table(("the paper says", "verdict", "what was found"), tuple(rows)))
-    else:
-        blocks.append(f"The paper's claim, not checked by a function: {experiment.field('Claim')}")
+        cells = ((claim.text, _verdict(claim), what) for claim, what in zip(claims, found, strict=True))
+        said = "the paper says" if experiment.is_papers else "claim"
+        parts.append(Table((said, "verdict", "what was found"), tuple(cells)))
+    elif text := experiment.field("Claim"):
+        parts.append(f"The claim, not checked by a function: {text}")
     # A number that neither has says nothing.
     comparisons = [number for number in experiment.compare(state.finished) if number.paper or number.ours]
     if comparisons:
-        # The notes are the last column.
-        columns = 5 if any(number.note for number in comparisons) else 4
-        numbers = tuple(_compared(number)[:columns] for number in comparisons)
-        blocks.append(_Table(("number", "the paper", "ours", "n", "note")[:columns], numbers))
+        parts.append(_numbers(comparisons))
     for name in ("The paper got", "Departures"):
         if text := experiment.field(name):
-            blocks.append(f"**{name}:** {text}")
+            parts.append(f"**{name}:** {text}")
     if state.finished:
         path = root / experiment.id / f"{experiment.id}.png"
-        blocks.append(_Drawing(experiment.plot(state.finished), path, experiment.title.rstrip(".")))
-    if not state.missing:
-        blocks.append(f"**Command:** `{experiment.field('Command')}`")
+        parts.append(Drawing(experiment.plot(state.finished), path, experiment.title.rstrip(".")))
+    parts.append(Command(experiment.field("Command")))
     if state.finished:
-        columns = ("machine", "software", "commit", "date", "runs", "time, added up")
-        blocks.append(_Table(columns, _origins(state.finished)))
-    return blocks
+        columns = ("machine", "software", "how", "commit", "date", "runs", "time, added up")
+        parts.append(Table(columns, _origins(state.finished)))
+        parts += _data(state.finished)
+    return parts
 
 
 def _remedy(experiment: Experiment) -> str:
-    return f"What it would take: `{experiment.field('Command')}`; {experiment.cost}."
+    return f"What it would take: the command below; {experiment.cost}." if experiment.cost else ""
 
 
 def _shortened(names: Sequence[str], most: int = 8) -> str:
@@ -131,17 +145,17 @@ def _shortened(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(f"`{name}`" for name in names[:most]) + more
 
 
-def _verdict(claim: Claim) -> str:
-    return str(claim.finding) + (f", in {claim.coverage}" if claim.coverage else "")
+def _verdict(claim: Claim) -> Verdicts:
+    return Verdicts(((claim.verdict, str(claim.finding) + (f", in {claim.coverage}" if claim.coverage else "")),))
 
 
-def _counted(claims: Sequence[Claim]) -> str:
+def _counted(claims: Sequence[Claim]) -> Verdicts:
     """How many claims have which verdict, and on how much of what they are about.
 
     Example:
         >>> from iternorm.experiments.jobs.findings import measured
         >>> claims = [Claim("a", measured(holds), "") for holds in (True, None)]
-        >>> _counted([*claims, Claim("b", measured(True), "", "1 of 4 configurations")])
+        >>> str(_counted([*claims, Claim("b", measured(True), "", "1 of 4 configurations")]))
         '2 hold (one in 1 of 4 configurations), 1 not run'
     """
     plural = {Verdict.HOLDS: "hold", Verdict.FAILS: "do not hold"}
@@ -152,29 +166,44 @@ def _counted(claims: Sequence[Claim]) -> str:
             continue
         text = f"{len(found)} {plural.get(verdict, verdict.value) if len(found) > 1 else verdict.value}"
         if verdict is Verdict.ONE_SEED:
-            text = f"{len(found)} on one seed only"
+            text = f"{len(found)} on one seed only: {_pointing(found)}"
         if parts := Counter(claim.coverage for claim in found if claim.coverage):
             text += f" ({', '.join(_covered(count, len(found), part) for part, count in parts.items())})"
-        counted.append(text)
-    return ", ".join(counted)
+        counted.append((verdict, text))
+    return Verdicts(tuple(counted))
+
+
+def _pointing(claims: Sequence[Claim]) -> str:
+    ways = Counter(claim.finding.points for claim in claims)
+    words = {True: "for", False: "against", None: "neither way"}
+    return ", ".join(f"{ways[way]} {word}" for way, word in words.items() if ways[way])
 
 
 def _covered(count: int, of: int, part: str) -> str:
     return f"in {part}" if count == of else f"{'one' if count == 1 else count} in {part}"
 
 
-def _compared(number: Comparison) -> tuple[str, ...]:
-    paper = f"{number.paper} {number.unit}".strip() if number.paper else "–"
-    count = number.count or len(number.ours)
-    return number.what, paper, _ours(number), str(count) if number.ours else "–", number.note
+def _numbers(comparisons: Sequence[Comparison]) -> Table:
+    """The paper's numbers beside ours; a column that would be empty is left out."""
+    columns = {
+        "number": [number.what for number in comparisons],
+        "the paper": [f"{number.paper} {number.unit}".strip() if number.paper else "" for number in comparisons],
+        "ours": [_ours(number) for number in comparisons],
+        "n": [str(number.count or len(number.ours)) if number.ours else "" for number in comparisons],
+        "note": [number.note for number in comparisons],
+    }
+    kept = {name: cells for name, cells in columns.items() if any(cells)}
+    # A note may be empty, a number that is missing is a dash.
+    rows = zip(*([cell or ("" if name == "note" else "–") for cell in kept[name]] for name in kept), strict=True)
+    return Table(tuple(kept), tuple(rows))
 
 
 def _ours(number: Comparison) -> str:
-    """Mean and deviation.
+    """Mean and deviation, in as many decimals as the paper's number has.
 
     Example:
         >>> _ours(Comparison("BN", "7.5", (7.0, 8.0)))
-        '7.50 ± 0.71 %'
+        '7.5 ± 0.7 %'
     """
     if not number.ours:
         return "not run"
@@ -182,8 +211,7 @@ def _ours(number: Comparison) -> str:
     if not finite:
         return "diverged"
     mean = statistics.fmean(finite)
-    # Errors are printed as the paper prints them, anything else to three digits.
-    decimals = 2 if number.unit == "%" else max(2 - math.floor(math.log10(abs(mean))), 0) if mean else 0
+    decimals = _decimals(number, mean)
     text = f"{mean:.{decimals}f}"
     if len(finite) > 1:
         text += f" ± {statistics.stdev(finite):.{decimals}f}"
@@ -192,16 +220,25 @@ def _ours(number: Comparison) -> str:
     return f"{text}, {lost} diverged" if lost else text
 
 
+def _decimals(number: Comparison, mean: float) -> int:
+    """The paper's; where it has no number two of an error, and of anything else as many as make three digits."""
+    if number.paper:
+        return len(number.paper.split()[0].partition(".")[2])
+    if number.unit in ("%", "points"):
+        return 2
+    return max(2 - math.floor(math.log10(abs(mean))), 0) if mean else 0
+
+
 def _origins(finished: Iterable[Result]) -> tuple[tuple[str, ...], ...]:
-    """A row for the runs that are alike in machine, software and commit."""
-    groups: dict[tuple[str, str, str], list[Result]] = {}
+    """A row for the runs that are alike in machine, software, the way they were run, and commit."""
+    groups: dict[tuple[str, ...], list[Result]] = {}
     for result in finished:
         made = result.provenance
         machine = made.get("machine", {})
         where = machine.get("gpu") or f"{machine.get('cpu', 'unknown')}, {machine.get('cores', '?')} cores"
         software = f"torch {made.get('torch', {}).get('version', '?')}, iternorm {made.get('iternorm', '?')}"
         commit, _, dirty = (made.get("commit") or "unknown").partition("-")
-        key = (where, software, commit[:10] + (f" ({dirty})" if dirty else ""))
+        key = (where, software, _how(made), commit[:10] + (f" ({dirty})" if dirty else ""))
         groups.setdefault(key, []).append(result)
     rows = []
     for key, group in groups.items():
@@ -209,6 +246,34 @@ def _origins(finished: Iterable[Result]) -> tuple[tuple[str, ...], ...]:
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         rows.append((*key, when, str(len(group)), duration(sum(result.seconds for result in group))))
     return tuple(rows)
+
+
+def _how(made: Mapping[str, Any]) -> str:
+    """Number of processes, precision and compilation; results of earlier versions do not tell.
+
+    Example:
+        >>> _how({"processes": 1, "precision": "tf32", "compile": False}), _how({})
+        ('1 process, tf32', 'unknown')
+    """
+    known = []
+    if "processes" in made:
+        known.append(f"{made['processes']} process{'es' if made['processes'] > 1 else ''}")
+    if "precision" in made:
+        known.append(made["precision"])
+    if made.get("compile"):
+        known.append("compiled")
+    return ", ".join(known) or ("eager" if "compile" in made else "unknown")
+
+
+def _data(finished: Iterable[Result]) -> list[Block]:
+    """What the folders of images held."""
+    records = {
+        f"{data['name']}: {data['classes']} classes, {data['train_images']:,} training and {data['test_images']:,} "
+        f"test images; sha256 of the list of files {data['listing_sha256'][:16]}"
+        for result in finished
+        if (data := result.provenance.get("data"))
+    }
+    return [f"**Data:** {'; '.join(sorted(records))}."] if records else []
 
 
 def duration(seconds: float) -> str:
@@ -222,63 +287,3 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _markdown(summary: Sequence[_Block], sections: Sequence[tuple[str, Sequence[_Block]]], folder: Path) -> str:
-    def rendered(block: _Block) -> str:
-        if isinstance(block, _Drawing):
-            return f"![{block.label}]({Path(os.path.relpath(block.path, folder)).as_posix()})"
-        if isinstance(block, _Table):
-            lines = [block.columns, ("---",) * len(block.columns), *block.rows]
-            return "\n".join("| " + " | ".join(map(_markdown_cell, line)) + " |" for line in lines)
-        return block
-
-    ids = {name for name, _ in sections}
-    parts = [f"# {_TITLE}", "Written by `iternorm report`: do not edit."]
-    for block in summary:
-        text = rendered(block)
-        parts.append(re.sub(r"^\| (\w+) ", lambda m: _linked(m[1], ids), text, flags=re.MULTILINE))
-    for name, blocks in sections:
-        parts += [f"## {name}", *map(rendered, blocks)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _linked(word: str, ids: set[str]) -> str:
-    return f"| [{word}](#{word.lower()}) " if word in ids else f"| {word} "
-
-
-def _markdown_cell(text: str) -> str:
-    # Stars and underscores of a name, Baseline* for one, are no emphasis.
-    return re.sub(r"([|*_~<])", r"\\\1", text) if "`" not in text else text.replace("|", "\\|")
-
-
-def _page(summary: Sequence[_Block], sections: Sequence[tuple[str, Sequence[_Block]]]) -> str:
-    def rendered(block: _Block) -> str:
-        if isinstance(block, _Drawing):
-            return f"<figure>{figure_svg(block.figure, label=block.label)}</figure>"
-        if isinstance(block, _Table):
-            return html_table(block.columns, block.rows)
-        return f"<p>{_html_text(block)}</p>"
-
-    first = "\n".join(map(rendered, summary))
-    for name, _ in sections:
-        first = first.replace(f"<td>{name}</td>", f'<td><a href="#{name}">{name}</a></td>')
-    pages = [("Summary", first)]
-    pages += [(name, f'<span id="{name}"></span>\n' + "\n".join(map(rendered, blocks))) for name, blocks in sections]
-    return html_page(_TITLE, pages, subtitle="Huang et al., Iterative Normalization, CVPR 2019")
-
-
-def _html_text(text: str) -> str:
-    """A paragraph's marks as HTML.
-
-    Example:
-        >>> _html_text("**a** < `b*`")
-        '<strong>a</strong> &lt; <code>b*</code>'
-    """
-    parts = escape(text, quote=False).split("`")
-    for index in range(0, len(parts), 2):
-        parts[index] = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", parts[index])
-        parts[index] = re.sub(r"\*(.+?)\*", r"<em>\1</em>", parts[index])
-    for index in range(1, len(parts), 2):
-        parts[index] = f"<code>{parts[index]}</code>"
-    return "".join(parts)

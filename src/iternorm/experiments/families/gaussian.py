@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from iternorm.analysis import Whitening, condition_number, covariance, snd
+from iternorm.experiments.evidence import palette
 from iternorm.experiments.jobs.findings import Comparison
 from iternorm.experiments.jobs.registry import Context
 from iternorm.experiments.jobs.results import Config, Result, Row
@@ -18,15 +19,9 @@ from iternorm.timing.threads import num_threads
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# One colour and marker for each operation, the same in every figure.
-STYLES: dict[str, dict[str, Any]] = {
-    "BN": {"color": "#0072b2", "marker": "o"},
-    "DBN": {"color": "#d55e00", "marker": "s"},
-    "IterNorm T=1": {"color": "#b5e2d4", "marker": "v"},
-    "IterNorm T=3": {"color": "#6fcbb0", "marker": "<"},
-    "IterNorm T=5": {"color": "#009e73", "marker": "^"},
-    "IterNorm T=7": {"color": "#00694d", "marker": ">"},
-    "IterNorm T=9": {"color": "#003526", "marker": "D"},
+# One marker for each operation, the same in every figure.
+_MARKERS = {"BN": "o", "DBN": "s"} | {
+    f"IterNorm T={steps}": marker for steps, marker in zip((1, 3, 5, 7, 9), "v<^>D", strict=True)
 }
 
 
@@ -94,7 +89,8 @@ def draw(axes: "Axes", results: Sequence[Result], x: str, y: str, *, y_log: bool
                 curves.setdefault(row["operation"], []).append(point)
     for label, points in curves.items():
         xs, ys, errors = zip(*sorted(points), strict=True)
-        axes.errorbar(xs, ys, yerr=errors, label=label, markersize=4, linewidth=1.4, capsize=2, **STYLES[label])
+        style = {"color": palette.color_of(label), "marker": _MARKERS[label], "markersize": 4, "linewidth": 1.4}
+        axes.errorbar(xs, ys, yerr=errors, label=label, capsize=2, **style)
     axes.set_xscale("log", base=2)
     if y_log:
         axes.set_yscale("log")
@@ -116,9 +112,10 @@ def listed(curve: dict[int, float], digits: int = 3) -> str:
 
     Example:
         >>> listed({2: 1.0, 512: 32.408})
-        '1 at 2, 32.4 at 512'
+        '1.00 at 2, 32.4 at 512'
     """
-    return ", ".join(f"{value:.{digits}g} at {x}" for x, value in curve.items())
+    # All with as many digits, zeros at the end too.
+    return ", ".join(f"{f'{value:#.{digits}g}'.rstrip('.')} at {x}" for x, value in curve.items())
 
 
 def compare_at(

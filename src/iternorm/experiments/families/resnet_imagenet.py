@@ -1,15 +1,16 @@
 """ResNets on ImageNet: what Tables 2 and 3 have in common, and on Imagenette."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from iternorm.experiments.data import datasets as data
 from iternorm.experiments.evidence import outcomes, rule
-from iternorm.experiments.jobs.findings import Claim, Comparison
+from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.experiments.recipe import Recipe
+from iternorm.networks.norms import is_iterated
 
 HOME = "imagenet"
 # An improvement that the paper calls significant, in points: that of decorrelating the features.
@@ -93,7 +94,9 @@ def draw(axes: Sequence[Any], results: Sequence[Result], model: str, paper: Numb
     """Two panels of a network, top-1 and top-5."""
     found = compare(results, model, paper)
     for index, (panel, place) in enumerate(zip(axes, COLUMNS, strict=True)):
-        outcomes.draw_numbers(panel, dict(zip(map(NAMES.__getitem__, paper), found[index::2], strict=True)))
+        outcomes.draw_numbers(
+            panel, dict(zip(map(NAMES.__getitem__, paper), found[index::2], strict=True)), list(paper)
+        )
         panel.set_title(f"{title(model)}, ImageNet, {place}")
 
 
@@ -126,6 +129,23 @@ def _claim_no_gain(results: Sequence[Result], model: str) -> Claim:
     evidence = f"{NAMES[ITERNORM_FULL]} {full}, {NAMES[ITERNORM_L1]} {first}"
     evidence += outcomes.told_difference(full, first, num_test=num_test)
     return Claim(text, rule.is_no_lower(full, first, visible=_SIGNIFICANT, num_test=num_test), evidence)
+
+
+def contrasts(
+    results: Sequence[Result], model: str, norms: Iterable[str], data_title: str = "ImageNet"
+) -> list[Contrast]:
+    """BN against those of the norms that are IterNorm's."""
+    return [
+        Contrast(
+            f"{title(model)} on {data_title}",
+            f"{title(model)}, {NAMES[norm]}",
+            data_title,
+            outcomes.select(results, model, BN),
+            outcomes.select(results, model, norm),
+        )
+        for norm in norms
+        if is_iterated(norm)
+    ]
 
 
 def title(model: str) -> str:

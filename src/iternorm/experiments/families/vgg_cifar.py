@@ -94,12 +94,12 @@ def test_errors(runs: Sequence[Result] | None) -> tuple[float, ...]:
     return curves.seeds(runs, final_test_error)
 
 
-def draw(axes: "Axes", runs: Mapping[str, Sequence[Result]], title: str) -> None:
-    """Training (solid) and test (dashed) error over epochs."""
+def draw(axes: "Axes", runs: Mapping[str, Sequence[Result]], title: str, expected: Sequence[str]) -> None:
+    """Training (solid) and test (dashed) error over epochs, and which of the expected runs are missing."""
     axes.set_title(title, fontsize=10)
-    if not runs:
-        axes.text(0.5, 0.5, "not run", ha="center", transform=axes.transAxes)
-        return
-    curves.draw(axes, runs, "epoch")
-    curves.limit_errors(axes, [run for found in runs.values() for run in found])
-    axes.legend(fontsize=8)
+    if runs:
+        curves.draw(axes, runs, "epoch")
+        curves.limit_errors(axes, [run for found in runs.values() for run in found])
+        axes.set_ylabel("error (%)")
+        axes.legend(fontsize=8)
+    curves.note_missing(axes, [name for name in expected if name not in runs])

@@ -1,11 +1,14 @@
 """What an experiment makes of its results: the paper's numbers beside ours, and its claims, checked."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from iternorm.experiments.jobs.results import Result
+
 
 class Verdict(Enum):
-    """What results say of a claim. `iternorm.experiments.evidence.rule` decides it for runs that differ in their seeds."""
+    """What results say of a claim; `iternorm.experiments.evidence.rule` decides it for runs that differ in seeds."""
 
     HOLDS = "holds"
     FAILS = "does not hold"
@@ -84,3 +87,22 @@ class Claim:
     def verdict(self) -> Verdict:
         """One of five."""
         return self.finding.verdict
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A network that was trained with BN and with IterNorm, or was to be: a row of "does it pay?".
+
+    Attributes:
+        name: Of the network and the data, in a few words; several contrasts may share it.
+        network: The network, and how IterNorm stands in it.
+        data: The data set.
+        bn: The results with BN, one a seed; empty where there are none.
+        iternorm: Those with IterNorm.
+    """
+
+    name: str
+    network: str
+    data: str
+    bn: Sequence[Result]
+    iternorm: Sequence[Result]

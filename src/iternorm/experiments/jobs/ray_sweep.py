@@ -97,7 +97,7 @@ def _run(
             if isinstance(taken, Outcome):
                 yield taken
                 continue
-            module = (experiment.id, experiment.module.__name__)
+            module = (experiment.id, experiment.module.__name__, _source(experiment))
             reference = work.remote(module, dict(config), str(root.absolute()), options, data, board)
             pending[reference] = (experiment, config, taken)
         while pending:
@@ -129,13 +129,34 @@ def _collect(ray: Any, reference: Any, experiment: Experiment, config: Config, r
     return sweep.conclude(experiment, Result(experiment.home, config, rows, seconds, provenance), root, taken)
 
 
+def _source(experiment: Experiment) -> tuple[str, str] | None:
+    """The path and the text of a study, which a worker may not have."""
+    path = experiment.path
+    return None if path is None else (str(path.absolute()), path.read_text(encoding="utf-8"))
+
+
+def _experiment(name: str, module: str, source: tuple[str, str] | None) -> Experiment:
+    if source is None:
+        return Experiment(name, importlib.import_module(module))
+    path, text = Path(source[0]), source[1]
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path = Path(tempfile.mkdtemp(prefix="iternorm-study-")) / path.name
+        path.write_text(text, encoding="utf-8")
+    return registry.get(str(path))
+
+
 def _work(
-    module: tuple[str, str], config: Config, root: str, options: Options, data: str | None, board: Any
+    module: tuple[str, str, tuple[str, str] | None],
+    config: Config,
+    root: str,
+    options: Options,
+    data: str | None,
+    board: Any,
 ) -> tuple[list, float, Any]:
     """One job, on a worker."""
     if data is not None:
         os.environ["ITERNORM_DATA"] = data
-    experiment = Experiment(module[0], importlib.import_module(module[1]))
+    experiment = _experiment(*module)
     folder = Path(root)
     own = not folder.is_dir()
     if own:

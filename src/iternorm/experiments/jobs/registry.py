@@ -8,8 +8,12 @@ got, where we departed) and these functions:
     plot(results) -> a matplotlib figure, drawn from any part of the results that is not empty
     compare(results) -> the paper's numbers beside ours (optional; results may be empty)
     claims(results) -> the paper's claims, checked (optional; results may be empty)
+    contrasts(results) -> networks trained with BN and with IterNorm (optional; results may be empty)
 
 Experiments that share runs name one folder of results in HOME: equal configurations are then one file.
+
+A Python file with such functions is an experiment too, a study of the user's; `jobs` and `run` are all it needs, and
+its id is the file's name. `iternorm.experiments.study` has what it is made of.
 """
 
 import difflib
@@ -24,7 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from iternorm.experiments.jobs import locks, results
-from iternorm.experiments.jobs.findings import Claim, Comparison
+from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast
 from iternorm.experiments.jobs.results import Config, Result
 
 if TYPE_CHECKING:
@@ -33,9 +37,12 @@ if TYPE_CHECKING:
 EXPERIMENTS = (
     *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "fig8"),
     *("table1", "table2", "table3", "figA1", "figA2", "tableA1"),
-    # What the paper did not run.
     "imagenette",
 )
+# Found by name, as the paper's are: both rooms lie above this one.
+_STUDY = "iternorm.experiments.study"
+# What the paper did not run.
+_NOT_THE_PAPERS = ("imagenette",)
 
 # The parts of an experiment's docstring, each from its name to the next one's.
 FIELDS = ("Reproduces", "Claim", "Command", "Cost", "The paper got", "Departures")
@@ -89,10 +96,17 @@ class Context:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One figure or table of the paper."""
+    """One figure or table of the paper, or a study of somebody's own.
+
+    Attributes:
+        id: Its name.
+        module: What it is made of.
+        path: The file of a study; None for those of the package.
+    """
 
     id: str
     module: ModuleType
+    path: Path | None = None
 
     @property
     def home(self) -> str:
@@ -100,9 +114,14 @@ class Experiment:
         return getattr(self.module, "HOME", self.id)
 
     @property
+    def is_papers(self) -> bool:
+        """Whether it is a figure or a table of the paper."""
+        return self.path is None and self.id not in _NOT_THE_PAPERS
+
+    @property
     def title(self) -> str:
         """First line of the docstring."""
-        return (inspect.getdoc(self.module) or "").partition("\n")[0]
+        return (inspect.getdoc(self.module) or "").partition("\n")[0] or self.id
 
     @property
     def cost(self) -> str:
@@ -114,15 +133,27 @@ class Experiment:
         ends = "|".join(map(re.escape, FIELDS))
         pattern = rf"^{re.escape(name)}:(.*?)(?=^(?:{ends}):|^\s*$|\Z)"
         found = re.search(pattern, inspect.getdoc(self.module) or "", flags=re.MULTILINE | re.DOTALL)
+        if found is None and name == "Command":
+            return f"iternorm run {self.path or self.id}"
         return " ".join(found[1].split()) if found else ""
 
     def jobs(self, plan: Plan | None = None) -> list[Config]:
-        """The configurations of a plan."""
-        return list(self.module.jobs(plan if plan is not None else Plan()))
+        """The configurations of a plan.
+
+        Raises:
+            ValueError: One of a study's is no configuration.
+        """
+        found = list(self.module.jobs(plan if plan is not None else Plan()))
+        if self.path is not None:
+            for config in found:
+                results.check_config(config, f"jobs() of {self.path}")
+        return found
 
     def plot(self, finished: Sequence[Result]) -> "Figure":
         """The figure, from the rows of some or all jobs."""
-        return self.module.plot(finished)
+        if hasattr(self.module, "plot"):
+            return self.module.plot(finished)
+        return importlib.import_module(_STUDY).plot_errors(finished)
 
     def compare(self, finished: Sequence[Result]) -> list[Comparison]:
         """The paper's numbers beside ours."""
@@ -132,18 +163,30 @@ class Experiment:
         """The paper's claims, checked."""
         return list(self.module.claims(finished)) if hasattr(self.module, "claims") else []
 
+    def contrasts(self, finished: Sequence[Result]) -> list[Contrast]:
+        """Networks trained with BN and with IterNorm."""
+        return list(self.module.contrasts(finished)) if hasattr(self.module, "contrasts") else []
+
 
 def get(experiment: str) -> Experiment:
     """The experiment of this id.
 
+    Args:
+        experiment: An id, or the path of a study, which ends in ``.py``.
+
     Raises:
         ValueError: There is none; the nearest ids are named.
     """
+    if experiment.endswith(".py"):
+        return importlib.import_module(_STUDY).load(Path(experiment))
     if experiment not in EXPERIMENTS:
         lowered = {name.lower(): name for name in EXPERIMENTS}
         near = [lowered[name] for name in difflib.get_close_matches(experiment.lower(), lowered, n=3, cutoff=0.5)]
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"no experiment is called {experiment!r}: {hint}all are: {', '.join(EXPERIMENTS)}")
+        raise ValueError(
+            f"no experiment is called {experiment!r}: {hint}all are: {', '.join(EXPERIMENTS)}; a study of your own is "
+            "given as its file, ./study.py"
+        )
     return Experiment(experiment, importlib.import_module(f"iternorm.experiments.paper.{experiment}"))
 
 
@@ -257,6 +300,12 @@ def survey(experiment: Experiment, root: Path, *, smoke: bool = False) -> State:
         if experiment.jobs(plan) == experiment.jobs(replace(base, seeds=seeds + 1)) or not look(plan, wanted=False):
             break
     return State(tuple(finished), tuple(missing), running, tuple(unusable))
+
+
+def contrasts(root: Path) -> list[Contrast]:
+    """Networks trained with BN and with IterNorm, of all experiments, from the results that are there."""
+    found = map(get, EXPERIMENTS)
+    return [each for experiment in found for each in experiment.contrasts(survey(experiment, root).finished)]
 
 
 def draw(experiment: Experiment, root: Path, *, smoke: bool = False, out: Path | None = None) -> tuple[Path, State]:

@@ -53,6 +53,28 @@ def result_path(root: Path, experiment: str, config: Config) -> Path:
     return root / experiment / f"{job}-{_digest(config)}.json"
 
 
+def check_config(config: object, where: str) -> None:
+    """Refuse what is no configuration.
+
+    Args:
+        config: What is one, or not.
+        where: Who made it.
+
+    Raises:
+        ValueError: It is none.
+    """
+    problem = None
+    if not isinstance(config, Mapping) or not isinstance(config.get("job"), str):
+        problem = "a mapping with a name as its 'job' is needed"
+    else:
+        try:
+            json.dumps(config, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            problem = f"plain values are needed ({error})"
+    if problem is not None:
+        raise ValueError(f"{where} gives {config!r}: {problem}")
+
+
 def _digest(config: Config) -> str:
     text = json.dumps(config, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

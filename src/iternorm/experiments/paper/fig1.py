@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from iternorm.analysis import Whitening, covariance
+from iternorm.experiments.evidence import palette
 from iternorm.experiments.jobs.findings import Claim, measured
 from iternorm.experiments.jobs.registry import Context, Plan
 from iternorm.experiments.jobs.results import Config, Result, Row
@@ -81,17 +82,18 @@ def plot(results: Sequence[Result]) -> "Figure":
         # As pixels: thousands of points would be most of a page of vector graphics.
         axes.scatter(x, y, s=2, color="#5b6675", alpha=0.6, linewidths=0, rasterized=True)
         values, vectors = np.linalg.eigh(np.array(row["covariance"]))
-        axes.plot(*(vectors * np.sqrt(values)) @ circle, color="#d55e00", linewidth=1.5)
+        color = palette.color_of(row["panel"]) or palette.GREY
+        axes.plot(*(vectors * np.sqrt(values)) @ circle, color=color, linewidth=1.5)
         for direction, variance in zip(row["directions"], row["variance_along_eigenvectors"], strict=True):
             end = 2 * np.sqrt(variance) * np.array(direction)
-            axes.plot([0, end[0]], [0, end[1]], color="#0072b2", linewidth=1.5)
+            axes.plot([0, end[0]], [0, end[1]], color="black", linewidth=1.2)
         large, small = row["variance_along_eigenvectors"]
         axes.set_title(f"{row['panel']}: variance {large:.2f}, {small:.2f}", fontsize=9)
         axes.set_aspect("equal")
         axes.set_xlim(-5, 5)
         axes.set_ylim(-4, 4)
         axes.grid(alpha=0.2)
-    figure.suptitle("Variance along the two eigenvectors (blue), and two deviations (orange)", fontsize=10)
+    figure.suptitle("Variance along the two eigenvectors (lines), and two deviations (ellipse)", fontsize=10)
     return figure
 
 

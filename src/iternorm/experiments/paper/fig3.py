@@ -5,7 +5,7 @@ Reproduces: the paper's Figure 3: four layers, 100 units in a hidden one, SGD; (
 Claim: with the full batch all normalization methods improve the network significantly, full whitening (DBN) learns less
 efficiently than IterNorm and has a diminished test performance; with batches of 2 BN can hardly learn, and the network
 without normalization learns well.
-Command: iternorm run fig3 [--device cuda] && iternorm plot fig3
+Command: iternorm run fig3 --device cuda && iternorm plot fig3
 Cost: 40 runs. Full batches take 3 minutes on a GPU, batches of 2 54 minutes on one core (--only B2 --device cpu).
 The paper got: curves without numbers.
 Departures: the paper gives no number of iterations (ours: 200 with the full batch, 30,000, one epoch, with batches of
@@ -36,7 +36,7 @@ NORMS = ("plain", "BN", "DBN", "IterNorm T=5")
 # Test errors, in percent: of a network that guesses among ten classes, nearly, and of one that has learned well.
 _RANDOM, _WELL = 85.0, 10.0
 # How a loss is printed.
-_LOSS = ".3g"
+_LOSS = "#.3g"
 
 # The numbers of each norm, by the function that takes them from a run.
 _Found = Mapping[Callable[[Result], float], Mapping[str, outcomes.Seeds]]
@@ -151,8 +151,7 @@ def plot(results: Sequence[Result]) -> "Figure":
     for axes, best in ((left, full), (right, small)):
         if best:
             axes.legend(fontsize=8)
-        else:
-            axes.text(0.5, 0.5, "not run", ha="center", transform=axes.transAxes)
+        curves.note_missing(axes, [norm for norm in NORMS if norm not in best])
     return figure
 
 

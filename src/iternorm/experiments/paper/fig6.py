@@ -27,7 +27,7 @@ from iternorm.experiments.evidence import curves, outcomes, rule
 from iternorm.experiments.families import vgg_cifar
 from iternorm.experiments.families.vgg_cifar import HOME as HOME
 from iternorm.experiments.families.vgg_cifar import SETTINGS
-from iternorm.experiments.jobs.findings import Claim, Comparison
+from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.experiments.training.train import run as run
@@ -58,7 +58,7 @@ def jobs(plan: Plan) -> list[Config]:
         vgg_cifar.configuration(setting, norm, seed, plan)
         for seed in vgg_cifar.seeds(plan)
         for setting in settings
-        for norm in (*NORMS, *((GROUPED,) if setting == "basic" else ()))
+        for norm in _norms(setting)
     ]
 
 
@@ -74,7 +74,7 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
     found = []
     for setting, runs in _sorted(results).items():
         title = SETTINGS[setting].title
-        for norm in (*NORMS, *((GROUPED,) if setting == "basic" else ())):
+        for norm in _norms(setting):
             note = curves.divergence_note(runs.get(norm))
             found.append(
                 Comparison(f"{norm}, {title}, test error", "", vgg_cifar.test_errors(runs.get(norm)), note=note)
@@ -124,6 +124,18 @@ def claims(results: Sequence[Result]) -> list[Claim]:
     return found
 
 
+def contrasts(results: Sequence[Result]) -> list[Contrast]:
+    """BN against IterNorm in every configuration."""
+    found = []
+    for setting, runs in _sorted(results).items():
+        name = f"VGG, {SETTINGS[setting].title}"
+        for norm, groups in ((NORMS[-1], "all channels"), (GROUPED, "d=64")):
+            if norm in _norms(setting):
+                network = f"{name}, {groups}"
+                found.append(Contrast(name, network, "CIFAR-10", runs.get("BN", []), runs.get(norm, [])))
+    return found
+
+
 def _lines(values: Errors) -> str:
     shown = {SETTINGS[setting].title: outcomes.told(by_norm) for setting, by_norm in values.items()}
     return "; ".join(f"{title}: {numbers}" for title, numbers in shown.items() if numbers != "not run") or "not run"
@@ -133,9 +145,13 @@ def plot(results: Sequence[Result]) -> "Figure":
     """Training (solid) and test (dashed) error over epochs, a panel for each configuration."""
     from matplotlib.figure import Figure
 
-    runs = {setting: found for setting, found in _sorted(results).items() if found}
-    figure = Figure(figsize=(4.6 * len(runs), 3.8), layout="constrained")
-    for axes, (setting, found) in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs.items(), strict=True):
-        vgg_cifar.draw(axes, found, SETTINGS[setting].title)
-    figure.axes[0].set_ylabel("error (%)")
+    runs = _sorted(results)
+    figure = Figure(figsize=(9.6, 7.2), layout="constrained")
+    for axes, (setting, found) in zip(figure.subplots(2, 2).flat, runs.items(), strict=True):
+        ordered = {norm: found[norm] for norm in (*NORMS, GROUPED) if norm in found}
+        vgg_cifar.draw(axes, ordered, SETTINGS[setting].title, _norms(setting))
     return figure
+
+
+def _norms(setting: str) -> tuple[str, ...]:
+    return (*NORMS, GROUPED) if setting == "basic" else NORMS

@@ -99,7 +99,6 @@ def plot(results: Sequence[Result]) -> "Figure":
 
     figure = Figure(figsize=(9.2, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    vgg_cifar.draw(left, _select(results, ITERATIONS), "(a) iterations, all channels together")
-    vgg_cifar.draw(right, _select(results, GROUPS), "(b) group size, T=5")
-    left.set_ylabel("error (%)")
+    vgg_cifar.draw(left, _select(results, ITERATIONS), "(a) iterations, all channels together", list(ITERATIONS))
+    vgg_cifar.draw(right, _select(results, GROUPS), "(b) group size, T=5", list(GROUPS))
     return figure

@@ -26,7 +26,7 @@ from iternorm.experiments.evidence import curves, outcomes
 from iternorm.experiments.families import wrn_cifar
 from iternorm.experiments.families.wrn_cifar import BN, ITERNORM, MODELS, NAMES, title
 from iternorm.experiments.families.wrn_cifar import HOME as HOME
-from iternorm.experiments.jobs.findings import Claim, Comparison
+from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.experiments.training.train import run as run
@@ -50,13 +50,12 @@ def plot(results: Sequence[Result]) -> "Figure":
     for letter, axes, model in zip("ab", figure.subplots(1, 2), MODELS, strict=True):
         axes.set_title(f"({letter}) {title(model)}")
         runs = {norm: found for norm in NORMS if (found := outcomes.select(results, model, norm))}
-        if not runs:
-            axes.text(0.5, 0.5, "not run", transform=axes.transAxes, ha="center", va="center")
-            continue
-        curves.draw(axes, runs, "epoch")
-        curves.limit_errors(axes, [run for found in runs.values() for run in found])
-        axes.set_ylabel("error (%)")
-        axes.legend(fontsize=8)
+        if runs:
+            curves.draw(axes, runs, "epoch")
+            curves.limit_errors(axes, [run for found in runs.values() for run in found])
+            axes.set_ylabel("error (%)")
+            axes.legend(fontsize=8)
+        curves.note_missing(axes, [norm for norm in NORMS if norm not in runs])
     return figure
 
 
@@ -90,3 +89,17 @@ def claims(results: Sequence[Result]) -> list[Claim]:
             tested = outcomes.num_test(runs[0]) if value is final else None
             found.append(outcomes.claim_lower(f"{title(model)} {text}", names, (low, high), tested))
     return found
+
+
+def contrasts(results: Sequence[Result]) -> list[Contrast]:
+    """BN against IterNorm in both networks."""
+    return [
+        Contrast(
+            title(model),
+            f"{title(model)}, d=64",
+            "CIFAR-10",
+            outcomes.select(results, model, BN),
+            outcomes.select(results, model, ITERNORM),
+        )
+        for model in MODELS
+    ]

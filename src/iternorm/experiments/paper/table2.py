@@ -5,7 +5,7 @@ rate 0.1 divided by 10 after 30, 60 and 90 of 100 epochs; T=5, groups of 64. L1 
 DF one more norm before the last linear layer.
 Claim: replacing the first BN by DBN or IterNorm lowers the error, IterNorm marginally more than DBN; replacing all has
 no significant improvement over that; decorrelating the features as well lowers the error significantly.
-Command: iternorm run table2 --data FOLDER --device cuda && iternorm plot table2
+Command: iternorm run table2 --data "$ITERNORM_DATA" --device cuda && iternorm plot table2
 Cost: estimated, not measured: 15 hours a run, 75 hours in all, on one H200 with 16 cores, which decoding JPEG files
 bounds.
 The paper got: top-1 / top-5, in %: baseline (BN) 29.76 / 10.39, DBN-L1 29.50 / 10.26, IterNorm-L1 29.34 / 10.22,
@@ -26,7 +26,7 @@ from iternorm.experiments.evidence import outcomes
 from iternorm.experiments.families import resnet_imagenet
 from iternorm.experiments.families.resnet_imagenet import BN, DBN_L1, ITERNORM_DF, ITERNORM_FULL, ITERNORM_L1
 from iternorm.experiments.families.resnet_imagenet import HOME as HOME
-from iternorm.experiments.jobs.findings import Claim, Comparison
+from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.experiments.training.train import run as run
@@ -68,3 +68,8 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
 def claims(results: Sequence[Result]) -> list[Claim]:
     """What the paper concludes from the table."""
     return resnet_imagenet.claims(results, MODEL)
+
+
+def contrasts(results: Sequence[Result]) -> list[Contrast]:
+    """BN against IterNorm."""
+    return resnet_imagenet.contrasts(results, MODEL, PAPER)

@@ -3,7 +3,7 @@
 Reproduces: the paper's Table 3: single crop; the setting is that of Table 2.
 Claim: IterNorm in place of the first BN lowers the error of both networks, and decorrelating the features lowers it
 further.
-Command: iternorm run table3 --data FOLDER --device cuda && iternorm plot table3
+Command: iternorm run table3 --data "$ITERNORM_DATA" --device cuda && iternorm plot table3
 Cost: estimated, not measured: 15 hours a run of ResNet-50 and 22 of ResNet-101, 110 hours in all, on one H200 with 16
 cores.
 The paper got: top-1 / top-5, in %: ResNet-50 baseline (BN) 23.95 / 7.02, IterNorm-L1 23.28 / 6.72, IterNorm-L1 + DF
@@ -21,7 +21,7 @@ from iternorm.experiments.evidence import outcomes
 from iternorm.experiments.families import resnet_imagenet
 from iternorm.experiments.families.resnet_imagenet import BN, ITERNORM_DF, ITERNORM_L1
 from iternorm.experiments.families.resnet_imagenet import HOME as HOME
-from iternorm.experiments.jobs.findings import Claim, Comparison
+from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.experiments.training.train import run as run
@@ -66,3 +66,8 @@ def claims(results: Sequence[Result]) -> list[Claim]:
         text = "decorrelating the features as well lowers the error further"
         found.append(resnet_imagenet.claim_lower(results, model, ITERNORM_DF, ITERNORM_L1, text))
     return found
+
+
+def contrasts(results: Sequence[Result]) -> list[Contrast]:
+    """BN against IterNorm."""
+    return [each for model, norms in PAPER.items() for each in resnet_imagenet.contrasts(results, model, norms)]

@@ -11,8 +11,9 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from iternorm.experiments.data.seeds import mixed
-from iternorm.experiments.data.sources import open_source
+from iternorm.experiments.data.sources import Source, open_source
 from iternorm.experiments.jobs.registry import Context
 from iternorm.experiments.jobs.results import Config, Row
 from iternorm.experiments.recipe import Recipe
@@ -71,6 +72,8 @@ def train(
     folder: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float | None = None,
     capture: bool | None = None,
+    network: Callable[[Recipe, Source], nn.Module] | None = None,
+    source: Callable[..., Source] | None = None,
 ) -> list[Row]:
     """Train a network, going on from the last checkpoint in the folder of `context` if there is one.
 
@@ -88,6 +91,11 @@ def train(
             more where writing takes more than a twentieth of the time. The
             last row always has one.
         capture: Replay forward and backward from a CUDA graph; None is where `graph.is_capturable` says so.
+        network: Makes the network of a recipe for a source, whose `num_classes` and `in_shape` it may ask for; the
+            names of recipes are then its own. Unless given, `models.build` makes it. It is called on the CPU, after
+            torch's generator was seeded.
+        source: Opens the data of a recipe, as `sources.open_source` does, which is taken unless this is given: called
+            as ``source(recipe, device, rank=..., world_size=...)``.
 
     Returns:
         Rows of ``epoch`` (from 1), ``iteration`` (steps so far), ``lr``, ``train_loss``, ``train_error`` (%),
@@ -99,7 +107,9 @@ def train(
         CheckpointError: The checkpoint in the folder is of another recipe or network.
     """
     with _settings(recipe, context) as accelerator:
-        run = _Run(recipe, context, accelerator, folder, capture)
+        run = _Run(
+            recipe, context, accelerator, capture, network or _build, source or partial(open_source, folder=folder)
+        )
         return run(checkpoint_seconds)
 
 
@@ -164,20 +174,26 @@ class _Run:
         recipe: Recipe,
         context: Context,
         accelerator: "Accelerator",
-        folder: str | os.PathLike[str] | None,
         capture: bool | None,
+        network: Callable[[Recipe, Source], nn.Module],
+        source: Callable[..., Source],
     ):
         self.recipe = recipe
         self.context = context
         self.accelerator = accelerator
         device, processes = accelerator.device, accelerator.num_processes
-        self.source = open_source(recipe, device, rank=accelerator.process_index, world_size=processes, folder=folder)
+        self.source = source(recipe, device, rank=accelerator.process_index, world_size=processes)
         context.record["processes"] = processes
         context.record["precision"] = recipe.precision
         if record := getattr(self.source, "record", None):
             context.record["data"] = record
         self.periods = periods(recipe, self.source.iterations_per_epoch)
-        self.model = self._build()
+        # On the CPU, so that every device starts from the same weights.
+        torch.manual_seed(recipe.seed)
+        model = network(recipe, self.source)
+        if recipe.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        self.model = model.to(device)
         self.wrapped: nn.Module = accelerator.prepare_model(self.model)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(),
@@ -196,23 +212,6 @@ class _Run:
         total = last.epoch * self.source.iterations_per_epoch + last.stop
         report = context.step if accelerator.is_main_process else _silent
         self.watch = Watch(self.scores, share, processes, total, report)
-
-    def _build(self) -> nn.Module:
-        recipe, source = self.recipe, self.source
-        # On the CPU, so that every device starts from the same weights.
-        torch.manual_seed(recipe.seed)
-        model = build(
-            recipe.model,
-            recipe.norm,
-            source.num_classes,
-            source.in_shape,
-            eps=recipe.norm_eps,
-            dropout=recipe.dropout,
-            width=recipe.width,
-        )
-        if recipe.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        return model.to(self.accelerator.device)
 
     def __call__(self, checkpoint_seconds: float | None) -> list[Row]:
         rows = self._resume()
@@ -335,6 +334,18 @@ class _Run:
         if self.source.num_classes > 10:
             found[f"{split}_error_top5"] = 100 * wrong_of_five / examples
         return found
+
+
+def _build(recipe: Recipe, source: Source) -> nn.Module:
+    return build(
+        recipe.model,
+        recipe.norm,
+        source.num_classes,
+        source.in_shape,
+        eps=recipe.norm_eps,
+        dropout=recipe.dropout,
+        width=recipe.width,
+    )
 
 
 def _silent(done: int, total: int, **values: float) -> None:

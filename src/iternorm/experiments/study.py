@@ -1,0 +1,99 @@
+"""All that an experiment of your own is made of. `examples/study.py` is one; docs/using.md says how it is run.
+
+A study is a Python file with a function `jobs`, which gives configurations, and a function `run`, which trains one of
+them. It may have `plot`, `compare` and `claims`: `iternorm.experiments.jobs.registry` says what each takes and returns.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from iternorm.experiments.data.inputs import import_file
+from iternorm.experiments.data.sources import Source, TensorSource, open_source
+from iternorm.experiments.evidence import curves
+from iternorm.experiments.evidence.outcomes import claim_lower, finals, over_seeds
+from iternorm.experiments.evidence.outcomes import compare as compare_errors
+from iternorm.experiments.evidence.rule import Seeds, all_of, is_above, is_below, is_lower, is_no_lower, over_parts
+from iternorm.experiments.jobs import registry
+from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast, Finding, Verdict, measured
+from iternorm.experiments.jobs.registry import Context, Experiment, Plan
+from iternorm.experiments.jobs.results import Config, Result, Row
+from iternorm.experiments.recipe import Recipe
+from iternorm.experiments.training.train import train
+from iternorm.networks.norms import make_norm
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "Claim",
+    "Comparison",
+    "Config",
+    "Context",
+    "Contrast",
+    "Finding",
+    "Plan",
+    "Recipe",
+    "Result",
+    "Row",
+    "Seeds",
+    "Source",
+    "TensorSource",
+    "Verdict",
+    "all_of",
+    "by",
+    "claim_lower",
+    "compare_errors",
+    "finals",
+    "is_above",
+    "is_below",
+    "is_lower",
+    "is_no_lower",
+    "make_norm",
+    "measured",
+    "open_source",
+    "over_parts",
+    "over_seeds",
+    "plot_errors",
+    "train",
+]
+
+by = curves.by
+
+
+def plot_errors(results: Sequence[Result]) -> "Figure":
+    """Training (solid) and test (dashed) error over epochs, a curve for each norm: what a study without `plot` shows.
+
+    Runs that differ in more than their seeds and norms are told apart by their jobs' names.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.8), layout="constrained")
+    axes = figure.subplots()
+    runs = curves.by(results, "norm")
+    if None in runs or any(len({run.config.get("seed", 0) for run in found}) < len(found) for found in runs.values()):
+        runs = curves.by(results, "job")
+    curves.draw(axes, runs, "epoch")
+    curves.limit_errors(axes, results)
+    axes.set_ylabel("error (%)")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def load(path: Path) -> Experiment:
+    """The study in a file.
+
+    Raises:
+        ValueError: There is no such file, its name is taken, or it lacks a function.
+    """
+    taken = path.stem in registry.EXPERIMENTS
+    if taken or not re.fullmatch(r"\w[\w.-]*", path.stem):
+        why = "that of an experiment of the paper" if taken else "no such name"
+        raise ValueError(
+            f"{path}: a study's results lie in a folder of its file's name, and {path.stem!r} is {why}: rename the file"
+        )
+    module = import_file(path, "ID")
+    if missing := [name for name in ("jobs", "run") if not callable(getattr(module, name, None))]:
+        raise ValueError(f"{path} is no study: it has no function {' and no function '.join(missing)}")
+    return Experiment(path.stem, module, path)
