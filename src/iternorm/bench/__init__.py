@@ -10,7 +10,7 @@ for case in result["cases"]:
 from iternorm.bench import gpu as cuda
 from iternorm.bench.cpu.contest import TABLE_A1, Case, check_arguments, count_timings, run
 from iternorm.bench.cpu.rivals import PAPER_MS, Rival, standard_rivals
-from iternorm.bench.cpu.table import notes, table
+from iternorm.bench.cpu.table import markdown, notes, table
 
 __all__ = [
     "PAPER_MS",
@@ -20,6 +20,7 @@ __all__ = [
     "check_arguments",
     "count_timings",
     "cuda",
+    "markdown",
     "notes",
     "run",
     "standard_rivals",
