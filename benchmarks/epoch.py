@@ -14,9 +14,9 @@ from pathlib import Path
 
 from iternorm.experiments.families import vgg_cifar
 from iternorm.experiments.jobs.registry import Context, Plan
-from iternorm.experiments.training.recipe import Recipe
+from iternorm.experiments.recipe import Recipe
 from iternorm.experiments.training.train import train
-from iternorm.report.html import write_text_atomically
+from iternorm.report.files import write_text_atomically
 from iternorm.report.provenance import provenance
 
 NORMS = ("BN", "IterNorm T=5 d=64", "IterNorm T=5", "DBN-16")

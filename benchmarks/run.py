@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from iternorm import bench
-from iternorm.report.html import write_text_atomically
+from iternorm.report.files import write_text_atomically
 
 
 def cpu_lines(result: dict) -> list[str]:
@@ -49,8 +49,8 @@ def main() -> None:
         def progress(part: str) -> None:
             print(f"{time.perf_counter() - start:6.1f} s  {part}", file=sys.stderr, flush=True)
 
-        result = bench.cuda.run(rounds=arguments.rounds, quick=arguments.quick, progress=progress, save=save)
-        lines = bench.cuda.lines(result)
+        result = bench.gpu.run(rounds=arguments.rounds, quick=arguments.quick, progress=progress, save=save)
+        lines = bench.gpu.lines(result)
     else:
         result = bench.run(rounds=arguments.rounds, threads=arguments.threads)
         lines = cpu_lines(result)

@@ -20,7 +20,7 @@ def markdown(result: dict) -> str:
     """The table of a result of any kind: of a GPU, of a CPU, or of spectra."""
     if "spectrum" in result:
         return spectrum(result)
-    return bench.cuda.markdown(result) if "training" in result else bench.markdown(result)
+    return bench.gpu.markdown(result) if "training" in result else bench.markdown(result)
 
 
 def spectrum(result: dict) -> str:
@@ -40,12 +40,12 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the markdown between its markers")
     arguments = parser.parse_args()
     result = json.loads(arguments.result.read_text(encoding="utf-8"))
-    content = bench.cuda.markdown_targets(result) if arguments.targets else markdown(result)
+    content = bench.gpu.markdown_targets(result) if arguments.targets else markdown(result)
     if arguments.write is None:
         print(content)
         return
     try:
-        text = bench.cuda.put_between_markers(
+        text = bench.gpu.put_between_markers(
             arguments.write.read_text(encoding="utf-8"), arguments.result.stem, content
         )
     except ValueError as error:

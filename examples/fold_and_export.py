@@ -54,7 +54,7 @@ def main() -> None:
         optimizer.step()
     model.eval()
 
-    folded, table = iternorm.models.fold.model(model)
+    folded, table = iternorm.fold(model)
     print(table)
     words = {"dynamic_shapes": ({0: "batch"},), "external_data": False}
     torch.onnx.export(folded, (images[:2],), args.output, dynamo=True, verbose=False, **words)

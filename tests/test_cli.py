@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 import iternorm
 from iternorm import bench, cli
 from iternorm.__main__ import main
-from iternorm.bench.cpu.devices import Case
 from iternorm.experiments.demo import runs as demo
+from iternorm.timing.cpu import contest
+from iternorm.timing.cpu.devices import Case
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def tiny_bench(monkeypatch):
     small = {"cases": [Case((4, 8, 3, 3))], "rivals": rivals}
     monkeypatch.setattr(bench, "run", lambda **kwargs: real_run(**small, **kwargs))
     monkeypatch.setattr(bench, "count_timings", lambda **kwargs: real_count(**small, **kwargs))
-    monkeypatch.setattr(bench.contest, "set_malloc_thresholds", lambda: True)
+    monkeypatch.setattr(contest, "set_malloc_thresholds", lambda: True)
 
 
 def test_version(invoke):
@@ -82,8 +83,8 @@ def test_bench_on_cuda_prints_the_gpus_tables_and_writes_json(invoke, monkeypatc
         return {"cases": []}
 
     monkeypatch.setattr(bench, "check_arguments", lambda *arguments: asked.append(arguments))
-    monkeypatch.setattr(bench.cuda, "run", run)
-    monkeypatch.setattr(bench.cuda, "lines", lambda result: ["[bold]one", "two " * 40])
+    monkeypatch.setattr(bench.gpu, "run", run)
+    monkeypatch.setattr(bench.gpu, "lines", lambda result: ["[bold]one", "two " * 40])
     result = invoke("bench", "--device", "cuda", "--rounds", 7, "--quick", "--json", path)
     assert result.exit_code == 0, result.output
     assert asked == [("cuda", 7, None, True), {"rounds": 7, "quick": True}]

@@ -71,7 +71,7 @@ def _require(*packages: str) -> None:
 
 def _check_outputs(*paths: Path | None) -> None:
     """Fail before the work, not after it, where a file cannot be written."""
-    from iternorm.report.html import check_writable
+    from iternorm.report.files import check_writable
 
     for path in paths:
         if path is not None:
@@ -184,24 +184,24 @@ def bench(
         if json is not None:
             from json import dumps
 
-            from iternorm.report.html import write_text_atomically
+            from iternorm.report.files import write_text_atomically
 
             write_text_atomically(json, dumps(result, indent=1) + "\n")
 
     with _progress() as progress:
         if device == "cuda":
-            task = progress.add_task("timing", total=benchmark.cuda.count_parts(quick))
+            task = progress.add_task("timing", total=benchmark.gpu.count_parts(quick))
 
             def done(part: str) -> None:
                 progress.update(task, advance=1, description=part)
 
-            result = benchmark.cuda.run(rounds=rounds, quick=quick, progress=done, save=save)
+            result = benchmark.gpu.run(rounds=rounds, quick=quick, progress=done, save=save)
         else:
             task = progress.add_task("timing", total=benchmark.count_timings(rounds=rounds))
             result = benchmark.run(rounds=rounds, threads=threads, progress=lambda: progress.update(task, advance=1))
     save(result)
     if device == "cuda":
-        console.print("\n".join(benchmark.cuda.lines(result)), highlight=False, markup=False, soft_wrap=True)
+        console.print("\n".join(benchmark.gpu.lines(result)), highlight=False, markup=False, soft_wrap=True)
     else:
         for case in result["cases"]:
             console.print(benchmark.table(case))
@@ -247,8 +247,9 @@ def analyze(
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write a page with plots to this file.")] = None,
 ) -> None:
     """Show conditioning, correlation, batch noise and drift of every normalization layer of a model."""
-    from iternorm.analysis import Whitening, inputs
+    from iternorm.analysis import Whitening
     from iternorm.analysis import analyze as analyze_model
+    from iternorm.experiments.data import inputs
 
     sizes = _batch_sizes(snd)
     others = None if not alternative else [Whitening.parse(label) for label in alternative]

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from iternorm import bench, reference
-from iternorm.bench.cpu.devices import Case, Contestant, CpuDevice, set_malloc_thresholds
-from iternorm.bench.cpu.rivals import CopyingIterNorm, Rival
+from iternorm.timing.cpu import contest
+from iternorm.timing.cpu.devices import Case, Contestant, CpuDevice, set_malloc_thresholds
+from iternorm.timing.cpu.rivals import CopyingIterNorm, Rival
 
 TINY = Case((6, 8, 5, 5))
 
@@ -20,7 +21,7 @@ TINY = Case((6, 8, 5, 5))
 @pytest.fixture(autouse=True)
 def allocator_as_it_is(monkeypatch):
     """The thresholds stay set for the life of a process: not in that of the tests."""
-    monkeypatch.setattr(bench.contest, "set_malloc_thresholds", lambda: True)
+    monkeypatch.setattr(contest, "set_malloc_thresholds", lambda: True)
 
 
 def tiny_rivals(num_channels):
@@ -92,7 +93,7 @@ def test_everybody_has_a_turn_each_round_and_nobody_always_follows_the_same(monk
     rivals = [Rival(name, nn.Identity) for name in "abcd"]
     bench.run([TINY], rounds=15, rivals=lambda num_channels: rivals)
     rounds = ["".join(order[i : i + 4]) for i in range(0, len(order), 4)]
-    assert len(rounds) == bench.contest.WARMUP_ROUNDS + 15
+    assert len(rounds) == contest.WARMUP_ROUNDS + 15
     assert all(sorted(names) == list("abcd") for names in rounds)
     # Everyone follows everyone else at some time.
     assert len({pair for names in rounds for pair in itertools.pairwise(names)}) == 12

@@ -10,9 +10,9 @@ from fake_gpu import TINY, Breaks, FakeGpu, tiny_rivals
 from torch import nn
 
 from iternorm import bench
-from iternorm.bench.gpu import cases, contest
-from iternorm.bench.gpu.cases import STEM, TABLE_A1, CudaRival, rivals_for
-from iternorm.timing import gpu as timing
+from iternorm.timing.gpu import cases, contest
+from iternorm.timing.gpu import clock as timing
+from iternorm.timing.gpu.cases import STEM, TABLE_A1, CudaRival, rivals_for
 
 
 def rows_of(case):

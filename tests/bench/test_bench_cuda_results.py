@@ -6,8 +6,9 @@ import pytest
 from fake_gpu import TINY, FakeGpu, tiny_rivals, tiny_vgg
 
 from iternorm.bench import gpu as cuda
-from iternorm.bench.gpu import cases, contest, table, targets, training
-from iternorm.bench.gpu.cases import STEM, TABLE_A1
+from iternorm.bench.gpu import table, targets
+from iternorm.timing.gpu import cases, contest, training
+from iternorm.timing.gpu.cases import STEM, TABLE_A1
 
 
 def synthetic(ours=1.0, network=1.0):

@@ -7,9 +7,9 @@ import torch
 from fake_gpu import Breaks, FakeCuda, FakeGpu, tiny_vgg
 from torch import nn
 
-from iternorm.bench.gpu import cases, precompile, training
-from iternorm.bench.gpu.cases import TABLE_A1
-from iternorm.timing import gpu as timing
+from iternorm.timing.gpu import cases, precompile, training
+from iternorm.timing.gpu import clock as timing
+from iternorm.timing.gpu.cases import TABLE_A1
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from iternorm.bench.gpu.cases import CudaRival
-from iternorm.experiments.networks.models import VGG
-from iternorm.timing import gpu as timing
+from iternorm.networks.models import VGG
+from iternorm.timing.gpu import clock as timing
+from iternorm.timing.gpu.cases import CudaRival
 
 TINY = (6, 8, 4, 4)
 

@@ -23,9 +23,9 @@ import torch
 
 from iternorm.experiments.data import generated
 from iternorm.experiments.jobs.registry import Context
+from iternorm.experiments.recipe import Recipe
 from iternorm.experiments.training import checkpoint
 from iternorm.experiments.training.graph import EagerStep
-from iternorm.experiments.training.recipe import Recipe
 from iternorm.experiments.training.train import train
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from iternorm.experiments.evidence.findings import Claim, Comparison, measured
+from iternorm.experiments.jobs.findings import Claim, Comparison, measured
 
 DEADLINE_SECONDS = 60
 TESTS = Path(__file__).parent

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from iternorm.experiments.jobs.registry import Context
-from iternorm.experiments.training.recipe import Recipe
+from iternorm.experiments.recipe import Recipe
 from iternorm.experiments.training.train import train
 
 

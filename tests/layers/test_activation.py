@@ -75,7 +75,7 @@ def test_folding_leaves_the_activation_in_place(padding):
     )
     x = torch.randn(8, 3, 9, 9)
     model(x)
-    folded, table = iternorm.models.fold.model(model.eval())
+    folded, table = iternorm.fold(model.eval())
     assert [row.how for row in table] == ["previous"]
     assert isinstance(folded[1].activation, nn.ReLU)
     assert not any(isinstance(layer, iternorm.IterNorm2d) for layer in folded.modules())
@@ -88,7 +88,7 @@ def test_an_activation_between_keeps_the_norm_out_of_the_next_layer():
     model = nn.Sequential(iternorm.IterNorm2d(8, activation="relu"), nn.Conv2d(8, 4, 1))
     x = correlated(6, 8, 4, 4).float()
     model(x)
-    folded, table = iternorm.models.fold.model(model.eval())
+    folded, table = iternorm.fold(model.eval())
     assert table[0].how == "pointwise"
     assert "an activation lies between" in table[0].reason
     assert relative_error(folded(x), model(x)) < 1e-5

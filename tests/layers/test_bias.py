@@ -162,7 +162,7 @@ def test_synchronized_and_folded():
     assert synchronized[1].bias is None
     model.eval()
     torch.testing.assert_close(synchronized.eval()(x), model(x))
-    folded, table = iternorm.models.fold.model(model)
+    folded, table = iternorm.fold(model)
     assert [row.how for row in table] == ["previous"]
     assert relative_error(folded(x), model(x)) < 1e-5
     pointwise = iternorm.fold_pointwise(model[1])

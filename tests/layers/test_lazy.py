@@ -121,7 +121,7 @@ def test_tools_say_that_a_batch_is_needed():
     with pytest.warns(UserWarning, match="LazyIterNorm2d"):
         iternorm.convert_sync_iternorm(model)
     with pytest.raises(ValueError, match="0 has not seen a batch"):
-        iternorm.models.fold.model(model.eval())
+        iternorm.fold(model.eval())
     assert type(model[0]) is iternorm.LazyIterNorm2d
     # A pass over the data is one.
     batches = [torch.randn(8, 6, 3, 3) for _ in range(3)]

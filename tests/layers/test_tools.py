@@ -151,7 +151,7 @@ def test_fusing_raises_and_folding_works():
     with pytest.raises(AttributeError, match=r"iternorm\.fold\(model\.eval\(\)\) to fuse"):
         fuse_conv_bn_eval(model[0], model[1])
     x = data(1)[0]
-    torch.testing.assert_close(iternorm.models.fold.model(model)[0](x), model(x))
+    torch.testing.assert_close(iternorm.fold(model)[0](x), model(x))
 
 
 def test_torch_func_removes_the_statistics_of_both_kinds():
@@ -163,7 +163,7 @@ def test_torch_func_removes_the_statistics_of_both_kinds():
     # Then eval uses the batch, as in BatchNorm.
     torch.testing.assert_close(model.eval()(x), model.train()(x))
     with pytest.raises(ValueError, match="keeps no running statistics"):
-        iternorm.models.fold.model(model.eval())
+        iternorm.fold(model.eval())
 
 
 def test_idioms_of_training_loops_and_trainers():

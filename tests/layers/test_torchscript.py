@@ -88,5 +88,5 @@ def test_what_it_says_to_use_works():
     x = torch.randn(8, 3, 6, 6)
     model(x)
     model.eval()
-    scripted = saved_and_loaded(torch.jit.script(iternorm.models.fold.model(copy.deepcopy(model))[0]))
+    scripted = saved_and_loaded(torch.jit.script(iternorm.fold(copy.deepcopy(model))[0]))
     assert relative_error(scripted(x), model(x)) < 1e-5

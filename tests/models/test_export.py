@@ -77,7 +77,7 @@ class Logits(nn.Module):
 def test_a_third_party_model_in_onnxruntime(name, folded, tmp_path):
     model, x = third_party.converted_and_trained(name)
     if folded:
-        model, _ = iternorm.models.fold.model(model, x)
+        model, _ = iternorm.fold(model, x)
     model = Logits(model).eval()
     with torch.no_grad():
         expected = model(x)
@@ -87,6 +87,6 @@ def test_a_third_party_model_in_onnxruntime(name, folded, tmp_path):
 
 def test_a_folded_model_has_no_operator_of_its_own():
     model, example, _ = trained("2d")
-    folded, _ = iternorm.models.fold.model(model)
+    folded, _ = iternorm.fold(model)
     targets = {str(node.target) for node in exported(folded, example).graph.nodes if node.op == "call_function"}
     assert targets == {"aten.conv2d.default", "aten.relu.default"}

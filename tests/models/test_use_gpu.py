@@ -35,11 +35,11 @@ def test_a_model_on_the_gpu_converts_trains_recalibrates_and_folds():
     iternorm.recalibrate(model, x.split(16), progress=False)
     double = copy.deepcopy(model).double().eval()
     for example in (None, x.double()):
-        folded, table = iternorm.models.fold.model(double, example)
+        folded, table = iternorm.fold(double, example)
         assert [row.how for row in table] == ["previous"] * 2
         torch.testing.assert_close(folded(x.double()), double(x.double()), rtol=1e-10, atol=1e-10)
     # In fp32 the recorded run goes through the inference kernel, which no operation shows.
-    _, table = iternorm.models.fold.model(model.eval(), x)
+    _, table = iternorm.fold(model.eval(), x)
     assert [row.how for row in table] == ["previous"] * 2
 
 

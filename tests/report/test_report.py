@@ -5,7 +5,8 @@ import re
 import pytest
 from page_checks import assert_self_contained
 
-from iternorm.report.html import figure_svg, html_page, html_table, write_text_atomically
+from iternorm.report.files import write_text_atomically
+from iternorm.report.html import figure_svg, html_page, html_table
 
 
 def a_figure(values=(1, 3, 2), **kwargs):

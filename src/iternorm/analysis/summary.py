@@ -182,15 +182,15 @@ class ModelAnalysis:
         """All values as JSON, written to `path` where one is given. An infinite condition number is null."""
         text = json.dumps(_finite({"format": FORMAT, **asdict(self)}), allow_nan=False)
         if path is not None:
-            from iternorm.report.html import write_text_atomically
+            from iternorm.report.files import write_text_atomically
 
             write_text_atomically(path, text + "\n")
         return text
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """One page that needs nothing else, written to `path` where one is given."""
-        from iternorm.report.analysis_page import page
-        from iternorm.report.html import write_text_atomically
+        from iternorm.analysis.page import page
+        from iternorm.report.files import write_text_atomically
 
         text = page(self)
         if path is not None:

@@ -1,16 +1,16 @@
 """Times the layers against their rivals: forward and backward, interleaved, in one run. See benchmarks/README.md.
 
-`run` is for the CPU; `cuda.run` is for a GPU, which is measured in other ways.
+`run` is for the CPU; `gpu.run` is for a GPU, which is measured in other ways.
 
 result = run(rounds=15)          # a dictionary that json.dumps takes
 for case in result["cases"]:
     rich.print(table(case))
 """
 
-from iternorm.bench import gpu as cuda
-from iternorm.bench.cpu.contest import TABLE_A1, Case, check_arguments, count_timings, run
-from iternorm.bench.cpu.rivals import PAPER_MS, Rival, standard_rivals
-from iternorm.bench.cpu.table import markdown, notes, table
+from iternorm.bench import gpu
+from iternorm.bench.cpu_table import markdown, notes, table
+from iternorm.timing.cpu.contest import TABLE_A1, Case, check_arguments, count_timings, run
+from iternorm.timing.cpu.rivals import PAPER_MS, Rival, standard_rivals
 
 __all__ = [
     "PAPER_MS",
@@ -19,7 +19,7 @@ __all__ = [
     "Rival",
     "check_arguments",
     "count_timings",
-    "cuda",
+    "gpu",
     "markdown",
     "notes",
     "run",

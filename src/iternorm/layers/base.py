@@ -18,7 +18,7 @@ RUNNING = ("whitening", "covariance")
 
 NO_VARIANCE = (
     "{name} has no running_var: it keeps running_{running}, which is no variance of each channel. "
-    "Use iternorm.convert_sync_iternorm(model, batchnorm=True) to synchronize, iternorm.models.fold.model(model.eval()) to fuse, "
+    "Use iternorm.convert_sync_iternorm(model, batchnorm=True) to synchronize, iternorm.fold(model.eval()) to fuse, "
     "iternorm.recalibrate(model, batches) to set statistics, iternorm.freeze(model) to keep them; see docs/tools.md"
 )
 
@@ -304,7 +304,7 @@ class WhiteningNorm(_BatchNorm):
     def __prepare_scriptable__(self) -> None:
         """What `torch.jit.script` calls first."""
         raise TypeError(
-            f"torch.jit.script cannot compile {type(self).__name__}; script what iternorm.models.fold.model(model.eval()) returns, "
+            f"torch.jit.script cannot compile {type(self).__name__}; script what iternorm.fold(model.eval()) returns, "
             "or use torch.jit.trace, or torch.compile and torch.export, which replace TorchScript"
         )
 

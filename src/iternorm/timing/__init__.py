@@ -1,1 +1,1 @@
-"""How times are taken: turns, threads, a GPU's clock."""
+"""How layers and networks are timed against each other: turns, threads, clocks, rivals."""

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from iternorm.experiments.data import generated, image_folder, pictures
+from iternorm.experiments.data.seeds import mixed
 from iternorm.experiments.data.sources import open_source
-from iternorm.experiments.training.recipe import Recipe
-from iternorm.experiments.training.seeds import mixed
+from iternorm.experiments.recipe import Recipe
 
 Image = pytest.importorskip("PIL.Image")
 

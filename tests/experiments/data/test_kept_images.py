@@ -8,7 +8,7 @@ from iternorm.experiments.data.kept_images import epoch_choices, resampling
 from iternorm.experiments.data.sources import open_source
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.paper import imagenette
-from iternorm.experiments.training.recipe import Recipe
+from iternorm.experiments.recipe import Recipe
 
 Image = pytest.importorskip("PIL.Image")
 

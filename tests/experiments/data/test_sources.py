@@ -10,10 +10,10 @@ import torch
 from torch.nn.functional import cross_entropy, pad
 
 from iternorm.experiments.data import sources
+from iternorm.experiments.data.order import share_of
+from iternorm.experiments.data.seeds import mixed
 from iternorm.experiments.data.sources import open_source
-from iternorm.experiments.training.order import share_of
-from iternorm.experiments.training.recipe import Recipe
-from iternorm.experiments.training.seeds import mixed
+from iternorm.experiments.recipe import Recipe
 
 SHARED = os.environ.get("ITERNORM_SHARED_DATA")
 CIFAR_MEAN = torch.tensor([125.3, 123.0, 113.9]).view(3, 1, 1)

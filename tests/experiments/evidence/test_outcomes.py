@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from iternorm.experiments.evidence import outcomes
-from iternorm.experiments.evidence.findings import Comparison, Finding, Verdict
 from iternorm.experiments.evidence.outcomes import Seeds, claim_lower
+from iternorm.experiments.jobs.findings import Comparison, Finding, Verdict
 from iternorm.experiments.jobs.results import Result
 
 

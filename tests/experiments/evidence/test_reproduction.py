@@ -9,8 +9,8 @@ import tiny_experiment
 from page_checks import assert_self_contained
 
 from iternorm.experiments.evidence import reproduction
-from iternorm.experiments.evidence.findings import Claim, Comparison, Finding, Verdict, measured
 from iternorm.experiments.jobs import registry, results
+from iternorm.experiments.jobs.findings import Claim, Comparison, Finding, Verdict, measured
 from iternorm.experiments.jobs.registry import Experiment, Plan
 
 ROOT = Path(__file__).parents[3]

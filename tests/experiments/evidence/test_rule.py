@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 
-from iternorm.experiments.evidence.findings import Finding, Verdict, measured
 from iternorm.experiments.evidence.rule import Seeds, all_of, difference, is_lower, is_no_lower, over_parts
+from iternorm.experiments.jobs.findings import Finding, Verdict, measured
 
 HOLDS, FAILS, UNDECIDED, NOT_RUN = (
     Finding(verdict) for verdict in (Verdict.HOLDS, Verdict.FAILS, Verdict.UNDECIDED, Verdict.NOT_RUN)

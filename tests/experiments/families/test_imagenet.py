@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from iternorm.experiments.evidence.findings import Finding, Verdict
 from iternorm.experiments.jobs import registry, sweep
+from iternorm.experiments.jobs.findings import Finding, Verdict
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Result
 from iternorm.experiments.paper import table2, table3
-from iternorm.experiments.training.recipe import Recipe
+from iternorm.experiments.recipe import Recipe
 
 EXPERIMENTS = {name: registry.Experiment(name, module) for name, module in (("table2", table2), ("table3", table3))}
 PAPER = {

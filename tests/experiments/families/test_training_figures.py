@@ -7,15 +7,15 @@ from torch import nn
 
 from iternorm import DecorrelatedBatchNorm2d, IterNorm2d
 from iternorm.experiments.evidence import curves
-from iternorm.experiments.evidence.findings import Verdict
 from iternorm.experiments.families import mnist_mlp
 from iternorm.experiments.families.vgg_cifar import SETTINGS
 from iternorm.experiments.jobs import registry
+from iternorm.experiments.jobs.findings import Verdict
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Result, result_path
-from iternorm.experiments.networks.models import build
 from iternorm.experiments.paper import fig3, fig4, fig6, fig7, figA1
-from iternorm.experiments.training.recipe import Recipe
+from iternorm.experiments.recipe import Recipe
+from iternorm.networks.models import build
 from iternorm.whitening import groups
 
 MODULES = [fig3, figA1, fig6, fig7]

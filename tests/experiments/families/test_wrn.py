@@ -8,7 +8,7 @@ from iternorm.experiments.jobs import registry, sweep
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Result
 from iternorm.experiments.paper import fig8, table1
-from iternorm.experiments.training.recipe import Recipe
+from iternorm.experiments.recipe import Recipe
 
 EXPERIMENTS = {name: registry.Experiment(name, module) for name, module in (("fig8", fig8), ("table1", table1))}
 # A recipe of the paper's, as shared by all runs.

@@ -7,11 +7,11 @@ from types import ModuleType
 
 import pytest
 
-from iternorm.experiments.evidence.findings import Verdict, measured
 from iternorm.experiments.jobs import registry, results, sweep
+from iternorm.experiments.jobs.findings import Verdict, measured
 from iternorm.experiments.jobs.registry import Experiment, Plan
 from iternorm.experiments.paper import tableA1
-from iternorm.report.html import write_text_atomically
+from iternorm.report.files import write_text_atomically
 
 ROOT = Path(__file__).parents[3]
 # As `iternorm run --smoke` has it.
@@ -250,8 +250,8 @@ def test_table_a1_takes_eager_calls_of_the_gpus_benchmark():
 def test_table_a1_on_a_gpu_times_128_channels_together_and_both_ways_of_dbn(tmp_path, monkeypatch):
     from fake_gpu import FakeGpu
 
-    from iternorm.bench.gpu import precompile
-    from iternorm.timing import gpu as timing
+    from iternorm.timing.gpu import clock as timing
+    from iternorm.timing.gpu import precompile
 
     compiled = []
     monkeypatch.setattr(timing, "Gpu", FakeGpu)
@@ -259,7 +259,7 @@ def test_table_a1_on_a_gpu_times_128_channels_together_and_both_ways_of_dbn(tmp_
     context = registry.Context("cuda", lambda *args, **values: None, tmp_path)
     # The channels of the table and fewer samples: the shapes are those of the table for the choice of layers only.
     shape = (64, 128, 32, 32)
-    monkeypatch.setattr("iternorm.bench.gpu.contest.Case", _small_case)
+    monkeypatch.setattr("iternorm.timing.gpu.contest.Case", _small_case)
     rows = tableA1.run({"job": "cuda-C128", "shape": list(shape), "device": "cuda", "rounds": 1}, context)
     paper = {row["name"]: row["paper_ms"] for row in rows if row["paper_ms"]}
     assert paper == {

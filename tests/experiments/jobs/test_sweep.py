@@ -11,9 +11,8 @@ import tiny_experiment
 from checks import ended_well
 from tiny_experiment import finish, start
 
-from iternorm.experiments.jobs import locks, registry, results, sweep
+from iternorm.experiments.jobs import locks, registry, results, stopwatch, sweep
 from iternorm.experiments.jobs.registry import Experiment, Plan, State
-from iternorm.experiments.training import stopwatch
 
 TINY = Experiment("tiny", tiny_experiment)
 

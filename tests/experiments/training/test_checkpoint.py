@@ -11,9 +11,9 @@ from iternorm import IterNorm2d
 
 pytest.importorskip("safetensors")
 
+from iternorm.experiments.recipe import Recipe
 from iternorm.experiments.training import checkpoint
 from iternorm.experiments.training.checkpoint import CheckpointError
-from iternorm.experiments.training.recipe import Recipe
 
 RECIPE = Recipe("mnist", "mlp", "BN", 32, 0.1, 3, milestones=(1,))
 ROWS = [{"iteration": 10, "train_loss": 0.1 + 0.2, "test_loss": None}]

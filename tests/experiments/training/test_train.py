@@ -14,13 +14,13 @@ pytest.importorskip("safetensors")
 
 from iternorm.experiments.data.sources import open_source
 from iternorm.experiments.jobs.registry import Context
-from iternorm.experiments.networks.models import build
+from iternorm.experiments.recipe import Recipe
 from iternorm.experiments.training import graph, watch
 from iternorm.experiments.training import train as train_module
 from iternorm.experiments.training.checkpoint import CheckpointError
 from iternorm.experiments.training.graph import CapturedStep, EagerStep, is_capturable, new_scores, score
-from iternorm.experiments.training.recipe import Recipe
 from iternorm.experiments.training.train import periods, train
+from iternorm.networks.models import build
 from iternorm.whitening import fused
 
 MLP = Recipe("generated-mnist", "mlp", "BN", 32, 0.1, 3, momentum=0.9, train_examples=200, test_examples=70, width=0.2)

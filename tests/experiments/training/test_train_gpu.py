@@ -11,8 +11,8 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 from iternorm.experiments.jobs.registry import Context
+from iternorm.experiments.recipe import Recipe
 from iternorm.experiments.training.graph import CapturedStep
-from iternorm.experiments.training.recipe import Recipe
 from iternorm.experiments.training.train import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

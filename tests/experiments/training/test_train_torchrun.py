@@ -17,7 +17,7 @@ from checks import ended_well
 from safetensors.torch import load_file
 
 from iternorm.experiments.jobs.registry import Context
-from iternorm.experiments.training.recipe import Recipe
+from iternorm.experiments.recipe import Recipe
 from iternorm.experiments.training.train import train
 
 SYNCHRONIZED = Recipe(

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from iternorm.bench.gpu.cases import DTYPES, QUICK_SHAPES, SHAPES, CudaRival, Shape, rivals_for
-from iternorm.bench.gpu.contest import PASSES, run_case
-from iternorm.bench.gpu.precompile import compile_all, jobs_for
 from iternorm.bench.gpu.table import lines, markdown, markdown_targets, put_between_markers
 from iternorm.bench.gpu.targets import evaluate
-from iternorm.bench.gpu.training import SETTINGS, norms, run_setting
 from iternorm.report.provenance import provenance
-from iternorm.timing.gpu import Gpu, matmul_precision
+from iternorm.timing.gpu.cases import DTYPES, QUICK_SHAPES, SHAPES, CudaRival, Shape, rivals_for
+from iternorm.timing.gpu.clock import Gpu, matmul_precision
+from iternorm.timing.gpu.contest import PASSES, run_case
+from iternorm.timing.gpu.precompile import compile_all, jobs_for
+from iternorm.timing.gpu.training import SETTINGS, norms, run_setting
 
 __all__ = [
     "DTYPES",

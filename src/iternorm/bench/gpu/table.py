@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 
-from iternorm.bench.gpu.cases import BATCH_NORM, COMPILED_BATCH_NORM, CONVOLUTION, EXACT_ITER_NORM, ITER_NORM, LAYOUTS
+from iternorm.timing.gpu.cases import BATCH_NORM, COMPILED_BATCH_NORM, CONVOLUTION, EXACT_ITER_NORM, ITER_NORM, LAYOUTS
 
 NONE = "–"
 

@@ -5,7 +5,7 @@ All are ratios within one run, of forward and backward, for groups of 64 channel
 
 from collections.abc import Iterator
 
-from iternorm.bench.gpu.cases import (
+from iternorm.timing.gpu.cases import (
     BATCH_NORM,
     COMPILED_BATCH_NORM,
     CONVOLUTION,

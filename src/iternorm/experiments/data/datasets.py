@@ -78,7 +78,7 @@ def load(name: str, split: Split = "train", folder: Folder = None) -> ImageSet:
     if split not in ("train", "test"):
         raise ValueError(f"split is {split!r}, but 'train' or 'test' is needed")
     if name == "digits":
-        from iternorm.experiments.demo.runs import load_digits
+        from iternorm.experiments.data.digits import load_digits
 
         digits = load_digits()
         images, labels = getattr(digits, f"{split}_images"), getattr(digits, f"{split}_labels")

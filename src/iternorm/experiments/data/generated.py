@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from iternorm.experiments.training.seeds import mixed
+from iternorm.experiments.data.seeds import mixed
 
 NUM_EXAMPLES = {"train": 4096, "test": 1024}
 SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}

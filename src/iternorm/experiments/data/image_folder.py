@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from iternorm.experiments.data import datasets as data
 from iternorm.experiments.data import generated, pictures
-from iternorm.experiments.training.order import (
+from iternorm.experiments.data.order import (
     check_share,
     epoch_order,
     iterations_per_epoch,
@@ -32,8 +32,8 @@ from iternorm.experiments.training.order import (
     share_of,
     shares,
 )
-from iternorm.experiments.training.recipe import Recipe
-from iternorm.experiments.training.seeds import mixed
+from iternorm.experiments.data.seeds import mixed
+from iternorm.experiments.recipe import Recipe
 
 _SIZE = 224
 # The Lua code scales the shorter side to 256 before it cuts out 224 pixels.

@@ -14,7 +14,7 @@ from torch import Tensor
 from iternorm.experiments.data import datasets as data
 from iternorm.experiments.data import pictures
 from iternorm.experiments.data.image_folder import MARGIN, Examples, available_cores, coloured, find_folder
-from iternorm.experiments.training.order import (
+from iternorm.experiments.data.order import (
     check_share,
     epoch_order,
     iterations_per_epoch,
@@ -22,8 +22,8 @@ from iternorm.experiments.training.order import (
     share_of,
     shares,
 )
-from iternorm.experiments.training.recipe import Recipe
-from iternorm.experiments.training.seeds import mixed
+from iternorm.experiments.data.seeds import mixed
+from iternorm.experiments.recipe import Recipe
 
 # The side of a kept image, in sides of a crop: smaller parts of it are scaled up to a crop.
 _KEPT = 1.75

@@ -16,7 +16,7 @@ from iternorm.experiments.data import datasets as data
 from iternorm.experiments.data import generated
 from iternorm.experiments.data.image_folder import FolderSource
 from iternorm.experiments.data.kept_images import KeptSource
-from iternorm.experiments.training.order import (
+from iternorm.experiments.data.order import (
     check_share,
     epoch_order,
     iterations_per_epoch,
@@ -24,8 +24,8 @@ from iternorm.experiments.training.order import (
     share_of,
     shares,
 )
-from iternorm.experiments.training.recipe import Recipe
-from iternorm.experiments.training.seeds import mixed
+from iternorm.experiments.data.seeds import mixed
+from iternorm.experiments.recipe import Recipe
 
 _NAMES = ("mnist", "cifar10", "imagenet")
 NAMES = (*_NAMES, "imagenette", *(data.GENERATED + name for name in _NAMES))

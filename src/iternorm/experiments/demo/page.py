@@ -6,7 +6,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from iternorm.report.html import figure_svg, html_page, html_table, write_text_atomically
+from iternorm.report.files import write_text_atomically
+from iternorm.report.html import figure_svg, html_page, html_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from iternorm.analysis.conditioning import condition_number, covariance, effective_rank, spectrum
-from iternorm.experiments.networks.models import MLP, NormFactory
+from iternorm.experiments.data.digits import Digits, load_digits
 from iternorm.layers.base import DecorrelatedBatchNorm1d, IterNorm1d
+from iternorm.networks.models import MLP, NormFactory
 from iternorm.report.provenance import provenance
 from iternorm.timing.threads import num_threads
 
@@ -54,27 +54,6 @@ METHODS = (
         partial(IterNorm1d, group_size=None, num_iters=5),
     ),
 )
-
-
-class Digits(NamedTuple):
-    """The digits, pixels in [0, 1]; the split is the same for every seed."""
-
-    train_images: Tensor
-    test_images: Tensor
-    train_labels: Tensor
-    test_labels: Tensor
-
-
-def load_digits() -> Digits:
-    """Scikit-learn's digits: 1347 to train on and 450 to test on, the classes alike in both."""
-    from sklearn import datasets
-    from sklearn.model_selection import train_test_split
-
-    images, labels = datasets.load_digits(return_X_y=True)
-    train_images, test_images, train_labels, test_labels = map(
-        torch.as_tensor, train_test_split(images, labels, test_size=450, random_state=0, stratify=labels)
-    )
-    return Digits(train_images.float() / 16, test_images.float() / 16, train_labels.long(), test_labels.long())
 
 
 def check_arguments(epochs: int, seed: int) -> None:

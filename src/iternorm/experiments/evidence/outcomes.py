@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from iternorm.experiments.evidence import curves, rule
-from iternorm.experiments.evidence.findings import Claim, Comparison, Finding
 from iternorm.experiments.evidence.rule import Seeds
+from iternorm.experiments.jobs.findings import Claim, Comparison, Finding
 from iternorm.experiments.jobs.results import Result
 
 if TYPE_CHECKING:

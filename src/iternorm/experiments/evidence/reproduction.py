@@ -15,11 +15,12 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from iternorm.experiments.evidence.findings import Claim, Comparison, Verdict
 from iternorm.experiments.jobs import registry
+from iternorm.experiments.jobs.findings import Claim, Comparison, Verdict
 from iternorm.experiments.jobs.registry import Experiment, State
 from iternorm.experiments.jobs.results import Result
-from iternorm.report.html import figure_svg, html_page, html_table, write_text_atomically
+from iternorm.report.files import write_text_atomically
+from iternorm.report.html import figure_svg, html_page, html_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -138,7 +139,7 @@ def _counted(claims: Sequence[Claim]) -> str:
     """How many claims have which verdict, and on how much of what they are about.
 
     Example:
-        >>> from iternorm.experiments.evidence.findings import measured
+        >>> from iternorm.experiments.jobs.findings import measured
         >>> claims = [Claim("a", measured(holds), "") for holds in (True, None)]
         >>> _counted([*claims, Claim("b", measured(True), "", "1 of 4 configurations")])
         '2 hold (one in 1 of 4 configurations), 1 not run'

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from iternorm.experiments.evidence.findings import Finding, Verdict
+from iternorm.experiments.jobs.findings import Finding, Verdict
 
 # Of a mean, that decide.
 LEAST_SEEDS = 3

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from iternorm.analysis import Whitening, condition_number, covariance, snd
-from iternorm.experiments.evidence.findings import Comparison
+from iternorm.experiments.jobs.findings import Comparison
 from iternorm.experiments.jobs.registry import Context
 from iternorm.experiments.jobs.results import Config, Result, Row
 from iternorm.timing.threads import num_threads

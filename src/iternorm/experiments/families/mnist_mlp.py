@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from iternorm.experiments.data import datasets as data
 from iternorm.experiments.evidence import curves
-from iternorm.experiments.evidence.findings import Comparison
+from iternorm.experiments.jobs.findings import Comparison
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
-from iternorm.experiments.training.recipe import Recipe
+from iternorm.experiments.recipe import Recipe
 
 HOME = "mnist"
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from iternorm.experiments.data import datasets as data
 from iternorm.experiments.evidence import outcomes, rule
-from iternorm.experiments.evidence.findings import Claim, Comparison
+from iternorm.experiments.jobs.findings import Claim, Comparison
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
-from iternorm.experiments.training.recipe import Recipe
+from iternorm.experiments.recipe import Recipe
 
 HOME = "imagenet"
 # An improvement that the paper calls significant, in points: that of decorrelating the features.

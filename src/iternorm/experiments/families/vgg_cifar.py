@@ -7,7 +7,7 @@ from iternorm.experiments.data import datasets as data
 from iternorm.experiments.evidence import curves
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
-from iternorm.experiments.training.recipe import Precision, Recipe
+from iternorm.experiments.recipe import Precision, Recipe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

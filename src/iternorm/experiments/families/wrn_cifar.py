@@ -7,7 +7,7 @@ from typing import Any
 from iternorm.experiments.data import datasets as data
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config
-from iternorm.experiments.training.recipe import Recipe
+from iternorm.experiments.recipe import Recipe
 
 HOME = "wrn"
 MODELS = ("wrn-28-10", "wrn-40-10")

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from iternorm.experiments.evidence.findings import Claim, Comparison
 from iternorm.experiments.jobs import locks, results
+from iternorm.experiments.jobs.findings import Claim, Comparison
 from iternorm.experiments.jobs.results import Config, Result
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from iternorm.report.html import write_text_atomically
+from iternorm.report.files import write_text_atomically
 
 FORMAT = 1
 

@@ -17,8 +17,8 @@ import torch
 from iternorm.experiments.jobs import locks, registry, results
 from iternorm.experiments.jobs.registry import Context, Experiment
 from iternorm.experiments.jobs.results import Config, Result
-from iternorm.experiments.training.stopwatch import NAME as stopwatch_file
-from iternorm.experiments.training.stopwatch import Stopwatch
+from iternorm.experiments.jobs.stopwatch import NAME as stopwatch_file
+from iternorm.experiments.jobs.stopwatch import Stopwatch
 from iternorm.report.provenance import provenance
 from iternorm.timing.threads import num_threads
 

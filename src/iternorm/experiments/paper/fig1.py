@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from iternorm.analysis import Whitening, covariance
-from iternorm.experiments.evidence.findings import Claim, measured
+from iternorm.experiments.jobs.findings import Claim, measured
 from iternorm.experiments.jobs.registry import Context, Plan
 from iternorm.experiments.jobs.results import Config, Result, Row
 

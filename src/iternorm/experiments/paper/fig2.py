@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from iternorm.analysis import batch_norm, snd
-from iternorm.experiments.evidence.findings import Claim, Comparison, measured
+from iternorm.experiments.jobs.findings import Claim, Comparison, measured
 from iternorm.experiments.jobs.registry import Context, Plan
 from iternorm.experiments.jobs.results import Config, Result, Row
 

@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from iternorm.experiments.evidence import curves, outcomes, rule
-from iternorm.experiments.evidence.findings import Claim, Comparison
 from iternorm.experiments.families import mnist_mlp
 from iternorm.experiments.families.mnist_mlp import HOME as HOME
+from iternorm.experiments.jobs.findings import Claim, Comparison
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.experiments.training.train import run as run

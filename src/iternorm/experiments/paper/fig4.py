@@ -14,8 +14,8 @@ examples it is of. Each number is the mean of the paper's 10 repeats, each with 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from iternorm.experiments.evidence.findings import Claim, Comparison, measured
 from iternorm.experiments.families import gaussian
+from iternorm.experiments.jobs.findings import Claim, Comparison, measured
 from iternorm.experiments.jobs.registry import Context, Plan
 from iternorm.experiments.jobs.results import Config, Result, Row
 

@@ -15,8 +15,8 @@ divides by √eps. With batches of 2 the mean over so few draws has a heavy tail
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from iternorm.experiments.evidence.findings import Claim, Comparison, measured
 from iternorm.experiments.families import gaussian
+from iternorm.experiments.jobs.findings import Claim, Comparison, measured
 from iternorm.experiments.jobs.registry import Context, Plan
 from iternorm.experiments.jobs.results import Config, Result, Row
 

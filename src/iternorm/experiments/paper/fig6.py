@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from iternorm.experiments.evidence import curves, outcomes, rule
-from iternorm.experiments.evidence.findings import Claim, Comparison
 from iternorm.experiments.families import vgg_cifar
 from iternorm.experiments.families.vgg_cifar import HOME as HOME
 from iternorm.experiments.families.vgg_cifar import SETTINGS
+from iternorm.experiments.jobs.findings import Claim, Comparison
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.experiments.training.train import run as run

@@ -23,10 +23,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from iternorm.experiments.evidence import curves, outcomes
-from iternorm.experiments.evidence.findings import Claim, Comparison
 from iternorm.experiments.families import wrn_cifar
 from iternorm.experiments.families.wrn_cifar import BN, ITERNORM, MODELS, NAMES, title
 from iternorm.experiments.families.wrn_cifar import HOME as HOME
+from iternorm.experiments.jobs.findings import Claim, Comparison
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.experiments.training.train import run as run

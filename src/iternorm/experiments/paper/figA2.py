@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from iternorm.experiments.evidence.findings import Claim, Comparison, measured
 from iternorm.experiments.families import gaussian
+from iternorm.experiments.jobs.findings import Claim, Comparison, measured
 from iternorm.experiments.jobs.registry import Context, Plan
 from iternorm.experiments.jobs.results import Config, Result, Row
 from iternorm.experiments.paper import fig4

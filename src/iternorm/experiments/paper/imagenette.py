@@ -17,12 +17,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from iternorm.experiments.evidence import outcomes
-from iternorm.experiments.evidence.findings import Claim, Comparison
 from iternorm.experiments.families import resnet_imagenet
 from iternorm.experiments.families.resnet_imagenet import BN, DBN_L1, ITERNORM_DF, ITERNORM_FULL, ITERNORM_L1, NAMES
+from iternorm.experiments.jobs.findings import Claim, Comparison
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
-from iternorm.experiments.training.recipe import Recipe
+from iternorm.experiments.recipe import Recipe
 from iternorm.experiments.training.train import run as run
 
 if TYPE_CHECKING:

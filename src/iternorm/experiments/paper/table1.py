@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from iternorm.experiments.evidence import outcomes, rule
-from iternorm.experiments.evidence.findings import Claim, Comparison, Finding, Verdict
 from iternorm.experiments.evidence.rule import Seeds
 from iternorm.experiments.families import wrn_cifar
 from iternorm.experiments.families.wrn_cifar import BN, DBN, ITERNORM, MODELS, NAMES, title
 from iternorm.experiments.families.wrn_cifar import HOME as HOME
+from iternorm.experiments.jobs.findings import Claim, Comparison, Finding, Verdict
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.experiments.training.train import run as run

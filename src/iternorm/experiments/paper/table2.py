@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from iternorm.experiments.evidence import outcomes
-from iternorm.experiments.evidence.findings import Claim, Comparison
 from iternorm.experiments.families import resnet_imagenet
 from iternorm.experiments.families.resnet_imagenet import BN, DBN_L1, ITERNORM_DF, ITERNORM_FULL, ITERNORM_L1
 from iternorm.experiments.families.resnet_imagenet import HOME as HOME
+from iternorm.experiments.jobs.findings import Claim, Comparison
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.experiments.training.train import run as run

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from iternorm import bench
-from iternorm.experiments.evidence.findings import Claim, Comparison, measured
+from iternorm.experiments.jobs.findings import Claim, Comparison, measured
 from iternorm.experiments.jobs.registry import Context, Plan
 from iternorm.experiments.jobs.results import Config, Result, Row
+from iternorm.timing.cpu import contest, rivals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ _COLUMNS = ("name", "median_ms", "min_ms", "max_ms", "ratio_to_convolution", "pa
 
 def jobs(plan: Plan) -> list[Config]:
     """One job for each shape."""
-    shapes = [[2, 64, 8, 8]] if plan.smoke else [list(case.shape) for case in bench.TABLE_A1]
+    shapes = [[2, 64, 8, 8]] if plan.smoke else [list(case.shape) for case in contest.TABLE_A1]
     rounds = 2 if plan.smoke else 15
     common = {"device": plan.device, "rounds": rounds}
     return [{"job": f"{plan.device}-C{shape[1]}", "shape": shape, **common} for shape in shapes]
@@ -45,8 +45,8 @@ def run(config: Config, context: Context) -> list[Row]:
 
 
 def _run_cpu(config: Config, context: Context) -> list[Row]:
-    cases = [bench.Case(tuple(config["shape"]))]
-    total = bench.count_timings(cases, rounds=config["rounds"])
+    cases = [contest.Case(tuple(config["shape"]))]
+    total = contest.count_timings(cases, rounds=config["rounds"])
     done = 0
 
     def timed() -> None:
@@ -54,15 +54,15 @@ def _run_cpu(config: Config, context: Context) -> list[Row]:
         done += 1
         context.step(done, total)
 
-    (case,) = bench.run(cases, rounds=config["rounds"], progress=timed)["cases"]
+    (case,) = contest.run(cases, rounds=config["rounds"], progress=timed)["cases"]
     return [{column: rival[column] for column in _COLUMNS} for rival in case["rivals"]]
 
 
 def _run_cuda(config: Config, context: Context) -> list[Row]:
-    from iternorm.bench.gpu.cases import rivals_for
-    from iternorm.bench.gpu.contest import run_case
-    from iternorm.bench.gpu.precompile import compile_all, jobs_for
-    from iternorm.timing.gpu import Gpu, matmul_precision
+    from iternorm.timing.gpu.cases import rivals_for
+    from iternorm.timing.gpu.clock import Gpu, matmul_precision
+    from iternorm.timing.gpu.contest import run_case
+    from iternorm.timing.gpu.precompile import compile_all, jobs_for
 
     gpu = Gpu()
     shape = tuple(config["shape"])
@@ -85,10 +85,10 @@ def cuda_rows(case: Mapping[str, Any]) -> list[Row]:
     for rival in case["rivals"]:
         if rival["layout"] != _LAYOUT or rival["eager_ms"] is None:
             continue
-        paper = bench.PAPER_MS.get(_paper_name(rival["name"], channels), {}).get(channels)
+        paper = rivals.PAPER_MS.get(_paper_name(rival["name"], channels), {}).get(channels)
         samples = rival["eager_samples_ms"]
         values = (rival["name"], rival["eager_ms"], min(samples), max(samples), rival["eager_ratio_to_convolution"])
-        convolution = bench.PAPER_MS["cudnn convolution"].get(channels)
+        convolution = rivals.PAPER_MS["cudnn convolution"].get(channels)
         ratio = paper / convolution if paper is not None and convolution is not None else None
         rows.append(dict(zip(_COLUMNS, (*values, paper, ratio), strict=True)))
     return rows

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from iternorm.experiments.jobs.results import Row, set_aside
-from iternorm.experiments.training.recipe import Recipe
+from iternorm.experiments.recipe import Recipe
 
 FORMAT = 1
 _PREFIX = "checkpoint-"

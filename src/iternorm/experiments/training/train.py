@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from iternorm.experiments.data.seeds import mixed
 from iternorm.experiments.data.sources import open_source
 from iternorm.experiments.jobs.registry import Context
 from iternorm.experiments.jobs.results import Config, Row
-from iternorm.experiments.networks.models import build
+from iternorm.experiments.recipe import Recipe
 from iternorm.experiments.training import checkpoint
 from iternorm.experiments.training.graph import CapturedStep, EagerStep, is_capturable, new_scores, score
-from iternorm.experiments.training.recipe import Recipe
-from iternorm.experiments.training.seeds import mixed
 from iternorm.experiments.training.watch import Watch
 from iternorm.layers.base import SmallBatchWarning
+from iternorm.networks.models import build
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -114,7 +114,7 @@ def _settings(recipe: Recipe, context: Context) -> Iterator["Accelerator"]:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    from iternorm.timing.gpu import matmul_precision
+    from iternorm.timing.gpu.clock import matmul_precision
 
     device = torch.device(context.device)
     if device.type not in ("cpu", "cuda"):

@@ -192,7 +192,7 @@ def _check_linear(norm: WhiteningNorm) -> None:
     if norm.activation is not None:
         raise ValueError(
             f"{type(norm).__name__} has activation={norm.activation!r} in it, which weights cannot take in; use "
-            "iternorm.models.fold.model, which leaves it in place, or set norm.activation to None and put a module behind it"
+            "iternorm.fold, which leaves it in place, or set norm.activation to None and put a module behind it"
         )
 
 

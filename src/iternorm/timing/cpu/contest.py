@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from iternorm.bench.cpu.devices import Case, Contestant, CpuDevice, set_malloc_thresholds
-from iternorm.bench.cpu.rivals import PAPER_MS, Rival, standard_rivals
 from iternorm.report.provenance import provenance
+from iternorm.timing.cpu.devices import Case, Contestant, CpuDevice, set_malloc_thresholds
+from iternorm.timing.cpu.rivals import PAPER_MS, Rival, standard_rivals
 from iternorm.timing.threads import num_threads
 from iternorm.timing.turns import in_turns
 

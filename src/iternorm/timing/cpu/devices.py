@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from iternorm.bench.cpu.rivals import Rival
+from iternorm.timing.cpu.rivals import Rival
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from iternorm.report.html import write_text_atomically
+from iternorm.report.files import write_text_atomically
 
 # The file of a job's folder that holds the seconds so far, and the least time between two writes of it.
 NAME = "seconds"

@@ -10,9 +10,9 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from iternorm.experiments.networks import norms
-from iternorm.experiments.networks.norms import NormFactory
-from iternorm.experiments.networks.residual import ResNet, WideResNet, scaled
+from iternorm.networks import norms
+from iternorm.networks.norms import NormFactory
+from iternorm.networks.residual import ResNet, WideResNet, scaled
 
 # Names of `build`; a Wide ResNet may have any other depth and width.
 NAMES = ("mlp", "vgg", "wrn-28-10", "wrn-40-10", "resnet-18", "resnet-50", "resnet-101")

@@ -18,8 +18,8 @@ class Recipe:
     Attributes:
         data: The data set: ``mnist``, ``cifar10``, ``imagenet``, or ``generated-`` and one of these; or the name of a
             folder of images in the folder of data sets, ``imagenette`` for one.
-        model: The network, as `iternorm.experiments.networks.models.build` names it.
-        norm: The normalization, as `iternorm.experiments.networks.norms.make_norm` names it.
+        model: The network, as `iternorm.networks.models.build` names it.
+        norm: The normalization, as `iternorm.networks.norms.make_norm` names it.
         batch_size: Examples of one step, over all processes.
         lr: The learning rate of the first epoch.
         epochs: Passes over the training set.

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from iternorm.bench.cpu.devices import Case
-from iternorm.bench.gpu.cases import LAYOUTS, Shape, rivals_for
-from iternorm.timing.gpu import matmul_precision, reason
+from iternorm.timing.cpu.devices import Case
+from iternorm.timing.gpu.cases import LAYOUTS, Shape, rivals_for
+from iternorm.timing.gpu.clock import matmul_precision, reason
 
 # A kernel of ours is the same for every batch; one of torch.compile is made for the very shape.
 SMALL_BATCH = 4
@@ -90,8 +90,8 @@ def _attempt(job: Job, device: str) -> str | None:
 
 def first_step(job: Job, device: str) -> None:
     """The first step of a job, on a small batch where that gives the same kernels."""
-    from iternorm.bench.gpu.contest import Entry
-    from iternorm.bench.gpu.training import Setting, TrainingStep, norms
+    from iternorm.timing.gpu.contest import Entry
+    from iternorm.timing.gpu.training import Setting, TrainingStep, norms
 
     target = torch.device(device)
     if job.name is None:

@@ -6,7 +6,7 @@ Convolutions have no bias.
 
 from torch import Tensor, nn
 
-from iternorm.experiments.networks.norms import NormFactory
+from iternorm.networks.norms import NormFactory
 
 # Blocks of each stage, and whether they are bottlenecks.
 RESNET_STAGES = {

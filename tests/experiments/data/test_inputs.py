@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from iternorm.analysis.inputs import build_model, open_batches, open_device
+from iternorm.experiments.data.inputs import build_model, open_batches, open_device
 
 MODELS = """
 from torch import nn

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import iternorm
-from iternorm.experiments.networks.models import MLP, NAMES, VGG, build
-from iternorm.experiments.networks.residual import ResNet, WideResNet
+from iternorm.networks.models import MLP, NAMES, VGG, build
+from iternorm.networks.residual import ResNet, WideResNet
 
 
 def test_vgg_is_table_a2():

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from iternorm.experiments.training.recipe import Recipe
+from iternorm.experiments.recipe import Recipe
 
 
 def check_share(recipe: Recipe, rank: int, world_size: int) -> None:

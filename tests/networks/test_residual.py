@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import iternorm
-from iternorm.experiments.networks.models import build
-from iternorm.experiments.networks.residual import ResNet, WideResNet
+from iternorm.networks.models import build
+from iternorm.networks.residual import ResNet, WideResNet
 
 CIFAR, IMAGENET = (3, 32, 32), (3, 224, 224)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, iternorm.layers.base.WhiteningNorm)
@@ -321,5 +321,5 @@ def test_networks_fold_and_keep_channels_last():
         model.train()(images)
         assert seen[0].is_contiguous(memory_format=torch.channels_last) or seen[0].shape[2:] == (1, 1)
         model.eval()
-        folded, _ = iternorm.models.fold.model(model)
+        folded, _ = iternorm.fold(model)
         torch.testing.assert_close(folded(images), model(images), rtol=1e-4, atol=1e-4)

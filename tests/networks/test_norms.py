@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 import iternorm
-from iternorm.experiments.networks.norms import is_iterated, make_norm, place_norms
+from iternorm.networks.norms import is_iterated, make_norm, place_norms
 
 
 @pytest.mark.parametrize(

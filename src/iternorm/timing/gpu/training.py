@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from iternorm.bench.gpu.cases import LAYOUTS
-from iternorm.experiments.networks.models import VGG, NormFactory
-from iternorm.timing.gpu import Gpu, reason
+from iternorm.networks.models import VGG, NormFactory
+from iternorm.timing.gpu.cases import LAYOUTS
+from iternorm.timing.gpu.clock import Gpu, reason
 from iternorm.timing.turns import in_turns
 
 BATCH_SIZE = 256

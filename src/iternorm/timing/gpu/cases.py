@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from iternorm.bench.cpu.rivals import CopyingIterNorm, Rival
+from iternorm.timing.cpu.rivals import CopyingIterNorm, Rival
 
 Shape = tuple[int, int, int, int]
 

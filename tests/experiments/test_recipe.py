@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from iternorm.experiments.training.recipe import Recipe
+from iternorm.experiments.recipe import Recipe
 
 BASIC = {"data": "cifar10", "model": "vgg", "norm": "BN", "batch_size": 256, "lr": 0.1, "epochs": 160}
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from iternorm.bench.cpu.devices import Case
-from iternorm.bench.gpu.cases import BATCH_NORM, CONVOLUTION, LAYOUTS, CudaRival, Shape
-from iternorm.timing.gpu import Gpu, matmul_precision, reason
+from iternorm.timing.cpu.devices import Case
+from iternorm.timing.gpu.cases import BATCH_NORM, CONVOLUTION, LAYOUTS, CudaRival, Shape
+from iternorm.timing.gpu.clock import Gpu, matmul_precision, reason
 from iternorm.timing.turns import in_turns
 
 # Forward reads the activation twice and writes once, backward reads it and the gradient twice and writes once.

@@ -1,1 +1,0 @@
-"""The networks of the experiments and the normalizations in them."""

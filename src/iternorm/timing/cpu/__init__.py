@@ -1,0 +1,1 @@
+"""Layers timed against each other on a CPU."""

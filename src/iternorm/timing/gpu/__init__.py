@@ -1,0 +1,1 @@
+"""How layers are timed against each other on a GPU."""
