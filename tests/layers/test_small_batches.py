@@ -89,7 +89,7 @@ def test_it_can_be_told_from_other_warnings():
 
 def test_experiments_that_are_about_small_batches_do_not_warn(tmp_path):
     pytest.importorskip("accelerate")
-    from iternorm.experiments.training.recipe import Recipe
+    from iternorm.experiments.recipe import Recipe
 
     from iternorm.experiments.jobs.registry import Context
     from iternorm.experiments.training import train
