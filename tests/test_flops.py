@@ -9,7 +9,6 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import iternorm
 from iternorm import IterNorm2d
 
 # 4 x 10 x 5 x 5 in groups of 4, 4 and 2: one product of every sample with its group's matrix, two operations each.
@@ -85,7 +84,6 @@ def test_the_counter_need_not_be_imported_first():
 
 
 def test_other_operators_are_not_disturbed():
-    assert isinstance(iternorm.flops.formulas(), dict)
     with FlopCounterMode(display=False) as counter:
         torch.randn(3, 4) @ torch.randn(4, 5)
     assert counter.get_total_flops() == 2 * 3 * 4 * 5

@@ -14,7 +14,7 @@ PACKAGE = Path(iternorm.__file__).parent
 # Each room may import rooms that stand before it, and rooms on its own line.
 ORDER = [
     ["groups", "modes", "running", "collective", "replace"],
-    ["reference", "plain", "native", "solvers", "kernels", "checkpoints", "flops"],
+    ["reference", "plain", "native", "solvers", "kernels", "checkpoints", "flops", "batchnorm"],
     ["ops"],
     ["fused"],
     ["functional"],

@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/math.md", "docs/reproduction.md"]
+DOCUMENTS += ["docs/using.md", "docs/tools.md", "docs/decisions/2026-11-16-layers-are-batchnorms.md"]
 DOCUMENTS += ["benchmarks/README.md"]
 
 
