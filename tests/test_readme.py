@@ -14,7 +14,7 @@ from iternorm.bench.gpu import put_between_markers
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/math.md", "docs/reproduction.md"]
-DOCUMENTS += ["benchmarks/README.md", "docs/using.md", "docs/choosing.md"]
+DOCUMENTS += ["benchmarks/README.md", "docs/using.md", "docs/choosing.md", "docs/tools.md"]
 
 
 def text_of(name):
