@@ -1,6 +1,8 @@
 """The documents tell the truth: the README's code runs, its commands exist, and files that are named exist."""
 
+import json
 import re
+import runpy
 import shlex
 import warnings
 from pathlib import Path
@@ -8,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from iternorm import SmallBatchWarning
+from iternorm.bench.gpu import put_between_markers
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/math.md", "docs/reproduction.md"]
-DOCUMENTS += ["benchmarks/README.md", "docs/using.md", "docs/choosing.md"]
+DOCUMENTS += ["benchmarks/README.md", "docs/using.md", "docs/choosing.md", "docs/tools.md"]
 DOCUMENTS += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "decisions").glob("*.md"))
 
 
@@ -53,7 +56,7 @@ def test_commands_exist(name):
         if words[0] == "make":
             assert words[1] in targets
         elif words[0] == "iternorm":
-            assert words[1] in verbs
+            assert words[1] in verbs or words[1] == "--install-completion"
         else:
             assert words[:2] == ["pip", "install"], words
 
@@ -134,3 +137,37 @@ def test_equations_are_numbered_in_order_and_cited_ones_exist():
             if not paper:
                 assert int(first) in numbers, path
                 assert int(last or first) in numbers, path
+
+
+def result(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "document"), [("h200", "README.md"), ("cpu-epyc", "README.md"), ("spectrum", "docs/choosing.md")]
+)
+def test_tables_are_made_from_the_committed_results(name, document):
+    markdown = runpy.run_path(str(ROOT / "benchmarks" / "table.py"))["markdown"]
+    text = text_of(document)
+    assert put_between_markers(text, name, markdown(result(name))) == text, (
+        f"run: PYTHONPATH=src python benchmarks/table.py benchmarks/results/{name}.json --write {document}"
+    )
+
+
+def spectra(found):
+    return {row["output of"]: row for row in found["spectrum"]}
+
+
+def test_what_the_readme_says_of_five_steps_is_what_was_measured():
+    rows = spectra(result("spectrum"))
+    five, nine = rows["IterNorm T=5"], rows["IterNorm T=9"]
+    text = " ".join(text_of("README.md").split())
+    assert f"range from {five['smallest']:.3f} to {five['largest']:.2f}, with median {five['median']:.2f}" in text
+    assert f"bring the median to {nine['median']:.2f}, and the smallest to {nine['smallest']:.2f}" in text
+
+
+def test_what_was_measured_of_five_steps_holds():
+    measured = spectra(runpy.run_path(str(ROOT / "benchmarks" / "spectrum.py"))["measure"]())
+    for name, row in spectra(result("spectrum")).items():
+        # Another machine may draw other random numbers in the last digits.
+        assert list(measured[name].values())[1:] == pytest.approx(list(row.values())[1:], rel=0.02, abs=1e-4), name

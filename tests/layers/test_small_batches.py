@@ -89,9 +89,8 @@ def test_it_can_be_told_from_other_warnings():
 
 def test_experiments_that_are_about_small_batches_do_not_warn(tmp_path):
     pytest.importorskip("accelerate")
-    from iternorm.experiments.training.recipe import Recipe
-
     from iternorm.experiments.jobs.registry import Context
+    from iternorm.experiments.recipe import Recipe
     from iternorm.experiments.training import train
 
     size = {"train_examples": 4, "test_examples": 2, "width": 0.1, "max_iterations": 2}

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from iternorm.backends.torch.verbs import compute_dtype
 from iternorm.layers import checkpoints
+from iternorm.layers.batchnorm import BatchNormWithoutVariance
 from iternorm.whitening import dispatch, fused, groups, modes, validation
 from iternorm.whitening.autograd import inverse_sqrt
 from iternorm.whitening.dispatch import Backend
@@ -18,18 +18,12 @@ from iternorm.whitening.settings import Running, Settings
 
 RUNNING = ("whitening", "covariance")
 
-NO_VARIANCE = (
-    "{name} has no running_var: it keeps running_{running}, which is no variance of each channel. "
-    "Use iternorm.convert_sync_iternorm(model, batchnorm=True) to synchronize, iternorm.fold(model.eval()) to fuse, "
-    "iternorm.recalibrate(model, batches) to set statistics, iternorm.freeze(model) to keep them; see docs/tools.md"
-)
-
 
 class SmallBatchWarning(UserWarning):
     """A batch has fewer values per channel than a group has channels, so its covariance is singular."""
 
 
-class WhiteningNorm(_BatchNorm):
+class WhiteningNorm(BatchNormWithoutVariance):
     """Whiten groups of channels over the mini-batch, then scale and shift: the base of all layers here.
 
     In training the statistics are those of the batch (math.md, Eq. 1-9), and running averages of the mean and of the
@@ -52,7 +46,9 @@ class WhiteningNorm(_BatchNorm):
         dtype: of parameters and buffers.
         bias: False learns no `bias`, only the `weight`, if `affine` is set.
         group_size: the number of channels whitened together; None is all of them. Channels are taken in order and the
-            last group holds the remainder: 160 channels by 64 are groups of 64, 64 and 32.
+            last group holds the remainder: 160 channels by 64 are groups of 64, 64 and 32. With 1 the layer is
+            BatchNorm in training; in eval it uses the average of 1/σ (biased) where BatchNorm uses that of σ²
+            (unbiased), which scales the output by about 1 + 5/(4m) for m values a channel in a batch.
         running: "whitening" averages the whitening matrices, as the paper does; "covariance" averages the covariances
             and computes the whitening matrix from their average in eval.
         impl: "auto" takes the fastest that can run; "triton", "native" (C, on a CPU), "torch" and "reference" ask for
@@ -142,24 +138,6 @@ class WhiteningNorm(_BatchNorm):
     def running_matrix(self) -> Tensor | None:
         """`running_whitening` or `running_covariance`, whichever this layer keeps."""
         return self.running_whitening if self.running == "whitening" else self.running_covariance
-
-    @property
-    def running_var(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """There is none: tools that read it would make a BatchNorm, or a part of a convolution, of half a layer."""
-        raise AttributeError
-
-    @running_var.setter
-    def running_var(self, value: Tensor | None) -> None:
-        if value is not None:
-            raise AttributeError(NO_VARIANCE.format(name=type(self).__name__, running=self.running))
-        # How BatchNorm is told to keep no statistics, along with its running_mean.
-        self.running_whitening = self.running_covariance = None
-
-    def __getattr__(self, name: str) -> Any:
-        # Python comes here when the property has raised, and would drop a text given there.
-        if name == "running_var":
-            raise AttributeError(NO_VARIANCE.format(name=type(self).__name__, running=self.running))
-        return super().__getattr__(name)
 
     @torch.no_grad()
     def reset_running_stats(self) -> None:
@@ -283,13 +261,6 @@ class WhiteningNorm(_BatchNorm):
             # A parametrization, or a replica on another GPU, has it in another place.
             values = self.weight, self.bias, self.running_mean, self.running_matrix
             return *values, self.num_batches_tracked
-
-    def __prepare_scriptable__(self) -> None:
-        """What `torch.jit.script` calls first."""
-        raise TypeError(
-            f"torch.jit.script cannot compile {type(self).__name__}; script what iternorm.fold(model.eval()) returns, "
-            "or use torch.jit.trace, or torch.compile and torch.export, which replace TorchScript"
-        )
 
     def _process_group(self, input: Tensor) -> Any:
         """The processes whose batches are one: none here; `iternorm.SyncIterNorm` has its own."""
