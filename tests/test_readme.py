@@ -15,6 +15,7 @@ from iternorm.bench.gpu import put_between_markers
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/math.md", "docs/reproduction.md"]
 DOCUMENTS += ["benchmarks/README.md", "docs/using.md", "docs/choosing.md", "docs/tools.md"]
+DOCUMENTS += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "decisions").glob("*.md"))
 
 
 def text_of(name):
@@ -66,13 +67,56 @@ def test_links_lead_somewhere(name):
         assert ((ROOT / name).parent / target).exists(), target
 
 
+def entries(folder):
+    """What a map of the folder should name: its modules, and its folders with a slash."""
+    found = {p.name if p.is_file() else f"{p.name}/" for p in folder.iterdir()}
+    return {name for name in found if name.endswith((".py", "/"))} - {"__main__.py", "__pycache__/"}
+
+
 def test_the_house_of_the_design_is_the_house_that_stands():
     house = text_of("DESIGN.md").partition("## The house")[2].partition("## Contracts")[0]
     package = ROOT / "src" / "iternorm"
-    named = set(re.findall(r"^      (\w+(?:\.py|/)) ", house, re.MULTILINE))
-    standing = {p.name if p.is_file() else f"{p.name}/" for p in package.iterdir()}
-    standing = {name for name in standing if name.endswith((".py", "/"))} - {"__main__.py", "__pycache__/"}
-    assert named == standing, "each file of the package has one line in The house of DESIGN.md"
+    # A room stands six spaces in, a room inside it eight, each with a line of its own.
+    rooms, inner, room = [], {}, ""
+    for indent, name in re.findall(r"^( {6}| {8})(\w+(?:\.py|/)) ", house, re.MULTILINE):
+        if len(indent) == 6:
+            room = name
+            rooms.append(name)
+        else:
+            inner.setdefault(room, []).append(name)
+    assert sorted(rooms) == sorted(entries(package)), "each room of the package has one line in The house of DESIGN.md"
+    assert set(inner) == {"backends/", "experiments/"}
+    for room, names in inner.items():
+        folders = {name for name in entries(package / room) if name.endswith("/")}
+        assert sorted(names) == sorted(folders), f"each folder of {room} has one line in The house of DESIGN.md"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_files_that_documents_name_exist(name):
+    """A path in backticks leads from the repository, the package or the document; a lone module is somewhere in it."""
+    text = text_of(name)
+    places = (ROOT, ROOT / "src" / "iternorm", (ROOT / name).parent)
+    for path in re.findall(r"`((?:[\w.-]+/)+(?:[\w-]+\.\w+)?)`", text):
+        # The first is made by a command.
+        assert path.startswith("iternorm-demo/") or any((place / path).exists() for place in places), path
+    known = {
+        path.name for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.*")
+    }
+    # nets.py is the reader's own.
+    for module in set(re.findall(r"`(\w+\.(?:py|c))`", text)) - {"nets.py"}:
+        assert module in known, module
+
+
+def test_every_decision_is_a_dated_record_in_the_index():
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(.+)\]\((\S+\.md)\) \| (\d{4}-\d\d-\d\d) \|$", index, re.MULTILINE)
+    assert sorted(name for _, name, _ in rows) == sorted(p.name for p in folder.glob("*.md") if p.name != "README.md")
+    for title, name, date in rows:
+        text = (folder / name).read_text(encoding="utf-8")
+        assert text.startswith(f"# {title}\n\n{date}"), name
+        parts = re.findall(r"^\*\*(Context|Decision|Consequences)\.\*\*", text, re.MULTILINE)
+        assert parts == ["Context", "Decision", "Consequences"], name
 
 
 def test_equations_are_numbered_in_order_and_cited_ones_exist():
