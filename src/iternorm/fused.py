@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from iternorm import groups, ops
+from iternorm import groups, ops, solvers
 
 # The first whose launches may depend on each other.
 _LEAST_TRITON = (3, 5)
@@ -78,9 +78,9 @@ def has_large_newton(x: Tensor, group_size: int, solver: str, num_iters: int) ->
     return kernels().lacking(x.device.index) is None
 
 
-# Newton's steps to convergence. A step multiplies a small eigenvalue of the normalized covariance by 9/4, so that 24
-# reach everything above 1e-8 of the trace: what lies below is rounding in the covariance itself.
-ZCA_STEPS = 24
+# Newton's steps to convergence, 24. A step multiplies a small eigenvalue of the normalized covariance by 9/4, so that
+# they reach everything above 1e-8 of the trace: what lies below is rounding in the covariance itself.
+ZCA_STEPS = solvers.most_steps(torch.float32)
 
 
 class Settings(NamedTuple):
@@ -94,7 +94,7 @@ class Settings(NamedTuple):
 
     @property
     def steps(self) -> int:
-        return ZCA_STEPS if self.solver == "zca" else self.num_iters
+        return ZCA_STEPS if self.solver == "zca" else min(self.num_iters, ZCA_STEPS)
 
     @property
     def exact(self) -> bool:
@@ -135,7 +135,7 @@ class _WhitenEager(torch.autograd.Function):
         found = kernels()
         group_size, solver, num_iters, eps, relu = settings
         exact = solver == "zca"
-        steps = ZCA_STEPS if exact else num_iters
+        steps = ZCA_STEPS if exact else min(num_iters, ZCA_STEPS)
         with found.on_device(x.device):
             y, state, ctx.plan = found.forward(x, weight, bias, group_size, steps, eps, statistics, exact, relu)
         ctx.save_for_backward(x, weight, bias, state, y if relu else None)
