@@ -59,6 +59,8 @@ class _DecorrelatedBatchNorm(WhiteningNorm):
             which spoils an average of their whitening matrices: give "pca" ``running="covariance"``.
     """
 
+    solver = "zca"
+
     def __init__(
         self,
         num_features: int,
@@ -81,6 +83,7 @@ class _DecorrelatedBatchNorm(WhiteningNorm):
         common["bias"] = bias
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **common)
         self.solver = solver
+        self._check_attributes()
 
 
 class _Rank1d(WhiteningNorm):
