@@ -1,6 +1,6 @@
 """What the layers are to tools that know BatchNorm.
 
-docs/tools.md has the tools, docs/decisions/2026-11-16-layers-are-batchnorms.md the reasons.
+docs/tools.md has the tools, docs/decisions/layers-are-batchnorms.md the reasons.
 """
 
 from typing import Any
