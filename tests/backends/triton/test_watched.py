@@ -113,5 +113,5 @@ def test_zca_and_few_steps_are_not_watched():
         found = plan.plan_for(x, None, None, 16, num_iters, None, exact)
         for name in ("whiten", "whiten_backward"):
             assert found.launches[name].constants["WATCHED"] == watched
-    assert fused.Settings(16, "newton", 1000, 1e-5).steps == settings.ZCA_STEPS == 24
+    assert settings.Settings(16, "newton", 1000, 1e-5).steps == settings.ZCA_STEPS == 24
     assert [shapes.precision(2, steps) for steps in (12, 13)] == ["tf32", "tf32x3"]
