@@ -49,7 +49,7 @@ def zca_of(x, group_size, eps=1e-5):
 def described(**tensors):
     """What there is to know of tensors that should be finite."""
     return {
-        name: "finite, at most {:.3g}".format(t.abs().max().item())
+        name: f"finite, at most {t.abs().max().item():.3g}"
         if t.isfinite().all()
         else f"{int((~t.isfinite()).sum())} of {t.numel()} are not finite"
         for name, t in tensors.items()
