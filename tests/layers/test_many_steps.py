@@ -142,6 +142,25 @@ def test_the_gradient_where_it_stops_needs_no_iterates():
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+def test_a_step_never_lowers_the_trace():
+    # math.md, "Many steps": eigenvalues in [0, 1] rise, by at most 0.28, and negative ones fall.
+    r = torch.linspace(-1, 1, 20001, dtype=torch.float64)
+    rise = r * (3 - r) ** 2 / 4 - r
+    assert (rise[r >= 0] >= -1e-15).all()
+    assert 0.28 < rise.max() < 0.283
+    assert (rise[r < 0] <= 1.25 * r[r < 0]).all()
+
+
+def test_a_compiled_iteration_stops_too():
+    covariance = torch.stack([indefinite(), covariance_with(torch.linspace(0.2, 0.5, 4).double())]).requires_grad_()
+    results = []
+    for newton in (solvers.newton, torch.compile(solvers.newton, fullgraph=True, backend="aot_eager")):
+        whitening = newton(covariance, 60)
+        results.append((whitening, *torch.autograd.grad(whitening.square().sum(), covariance)))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 def test_steps_past_convergence_are_not_taken():
     for dtype, most in ((torch.float32, 24), (torch.float64, 49)):
         assert solvers.most_steps(dtype) == most
