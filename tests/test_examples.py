@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from checks import ended_well
 
 import iternorm
@@ -68,11 +69,27 @@ def test_study(tmp_path):
     assert "study.html" in output
 
 
-def test_the_guide(capsys):
-    text = (EXAMPLES.parent / "docs" / "using.md").read_text()
+def run_page(name, least):
+    """What the page's code, of so many blocks or more, leaves behind."""
+    text = (EXAMPLES.parent / "docs" / name).read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) >= 7
+    assert len(blocks) >= least
     namespace = {}
     for block in blocks:
         exec(block, namespace)
+    return namespace
+
+
+def test_the_guide(capsys):
+    run_page("using.md", 7)
     assert "previous" in capsys.readouterr().out
+
+
+def test_the_page_of_tools(capsys):
+    found = run_page("tools.md", 2)
+    assert int(capsys.readouterr().out) > 0
+    assert isinstance(found["synchronized"][1], iternorm.SyncIterNorm)
+    layer = iternorm.IterNorm2d(16, group_size=4).eval()
+    layer.total_ops = 0
+    found["for_thop"](layer, (torch.randn(2, 16, 3, 3),), None)
+    assert layer.total_ops == 2 * 16 * 9 * 4

@@ -1,6 +1,8 @@
 """The documents tell the truth: the README's code runs, its commands exist, and files that are named exist."""
 
+import json
 import re
+import runpy
 import shlex
 import warnings
 from pathlib import Path
@@ -8,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from iternorm import SmallBatchWarning
+from iternorm.bench.gpu import put_between_markers
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/math.md", "docs/reproduction.md"]
-DOCUMENTS += ["benchmarks/README.md"]
+DOCUMENTS += ["benchmarks/README.md", "docs/using.md", "docs/choosing.md", "docs/tools.md"]
+DOCUMENTS += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "decisions").glob("*.md"))
 
 
 def text_of(name):
@@ -52,7 +56,7 @@ def test_commands_exist(name):
         if words[0] == "make":
             assert words[1] in targets
         elif words[0] == "iternorm":
-            assert words[1] in verbs
+            assert words[1] in verbs or words[1] == "--install-completion"
         else:
             assert words[:2] == ["pip", "install"], words
 
@@ -63,13 +67,56 @@ def test_links_lead_somewhere(name):
         assert ((ROOT / name).parent / target).exists(), target
 
 
+def entries(folder):
+    """What a map of the folder should name: its modules, and its folders with a slash."""
+    found = {p.name if p.is_file() else f"{p.name}/" for p in folder.iterdir()}
+    return {name for name in found if name.endswith((".py", "/"))} - {"__main__.py", "__pycache__/"}
+
+
 def test_the_house_of_the_design_is_the_house_that_stands():
     house = text_of("DESIGN.md").partition("## The house")[2].partition("## Contracts")[0]
     package = ROOT / "src" / "iternorm"
-    named = set(re.findall(r"^      (\w+(?:\.py|/)) ", house, re.MULTILINE))
-    standing = {p.name if p.is_file() else f"{p.name}/" for p in package.iterdir()}
-    standing = {name for name in standing if name.endswith((".py", "/"))} - {"__main__.py", "__pycache__/"}
-    assert named == standing, "each file of the package has one line in The house of DESIGN.md"
+    # A room stands six spaces in, a room inside it eight, each with a line of its own.
+    rooms, inner, room = [], {}, ""
+    for indent, name in re.findall(r"^( {6}| {8})(\w+(?:\.py|/)) ", house, re.MULTILINE):
+        if len(indent) == 6:
+            room = name
+            rooms.append(name)
+        else:
+            inner.setdefault(room, []).append(name)
+    assert sorted(rooms) == sorted(entries(package)), "each room of the package has one line in The house of DESIGN.md"
+    assert set(inner) == {"backends/", "experiments/"}
+    for room, names in inner.items():
+        folders = {name for name in entries(package / room) if name.endswith("/")}
+        assert sorted(names) == sorted(folders), f"each folder of {room} has one line in The house of DESIGN.md"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_files_that_documents_name_exist(name):
+    """A path in backticks leads from the repository, the package or the document; a lone module is somewhere in it."""
+    text = text_of(name)
+    places = (ROOT, ROOT / "src" / "iternorm", (ROOT / name).parent)
+    for path in re.findall(r"`((?:[\w.-]+/)+(?:[\w-]+\.\w+)?)`", text):
+        # The first is made by a command.
+        assert path.startswith("iternorm-demo/") or any((place / path).exists() for place in places), path
+    known = {
+        path.name for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.*")
+    }
+    # nets.py is the reader's own.
+    for module in set(re.findall(r"`(\w+\.(?:py|c))`", text)) - {"nets.py"}:
+        assert module in known, module
+
+
+def test_every_decision_is_a_dated_record_in_the_index():
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(.+)\]\((\S+\.md)\) \| (\d{4}-\d\d-\d\d) \|$", index, re.MULTILINE)
+    assert sorted(name for _, name, _ in rows) == sorted(p.name for p in folder.glob("*.md") if p.name != "README.md")
+    for title, name, date in rows:
+        text = (folder / name).read_text(encoding="utf-8")
+        assert text.startswith(f"# {title}\n\n{date}"), name
+        parts = re.findall(r"^\*\*(Context|Decision|Consequences)\.\*\*", text, re.MULTILINE)
+        assert parts == ["Context", "Decision", "Consequences"], name
 
 
 def test_equations_are_numbered_in_order_and_cited_ones_exist():
@@ -82,3 +129,37 @@ def test_equations_are_numbered_in_order_and_cited_ones_exist():
             if not paper:
                 assert int(first) in numbers, path
                 assert int(last or first) in numbers, path
+
+
+def result(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "document"), [("h200", "README.md"), ("cpu-epyc", "README.md"), ("spectrum", "docs/choosing.md")]
+)
+def test_tables_are_made_from_the_committed_results(name, document):
+    markdown = runpy.run_path(str(ROOT / "benchmarks" / "table.py"))["markdown"]
+    text = text_of(document)
+    assert put_between_markers(text, name, markdown(result(name))) == text, (
+        f"run: PYTHONPATH=src python benchmarks/table.py benchmarks/results/{name}.json --write {document}"
+    )
+
+
+def spectra(found):
+    return {row["output of"]: row for row in found["spectrum"]}
+
+
+def test_what_the_readme_says_of_five_steps_is_what_was_measured():
+    rows = spectra(result("spectrum"))
+    five, nine = rows["IterNorm T=5"], rows["IterNorm T=9"]
+    text = " ".join(text_of("README.md").split())
+    assert f"range from {five['smallest']:.3f} to {five['largest']:.2f}, with median {five['median']:.2f}" in text
+    assert f"bring the median to {nine['median']:.2f}, and the smallest to {nine['smallest']:.2f}" in text
+
+
+def test_what_was_measured_of_five_steps_holds():
+    measured = spectra(runpy.run_path(str(ROOT / "benchmarks" / "spectrum.py"))["measure"]())
+    for name, row in spectra(result("spectrum")).items():
+        # Another machine may draw other random numbers in the last digits.
+        assert list(measured[name].values())[1:] == pytest.approx(list(row.values())[1:], rel=0.02, abs=1e-4), name

@@ -1,15 +1,7 @@
 """Whitening normalization for PyTorch: the one list of public names."""
 
 from iternorm import functional, reference, solvers
-from iternorm.layers.base import (
-    DecorrelatedBatchNorm1d,
-    DecorrelatedBatchNorm2d,
-    DecorrelatedBatchNorm3d,
-    IterNorm1d,
-    IterNorm2d,
-    IterNorm3d,
-    SmallBatchWarning,
-)
+from iternorm.layers.base import SmallBatchWarning
 from iternorm.layers.lazy import (
     LazyDecorrelatedBatchNorm1d,
     LazyDecorrelatedBatchNorm2d,
@@ -17,6 +9,14 @@ from iternorm.layers.lazy import (
     LazyIterNorm1d,
     LazyIterNorm2d,
     LazyIterNorm3d,
+)
+from iternorm.layers.norms import (
+    DecorrelatedBatchNorm1d,
+    DecorrelatedBatchNorm2d,
+    DecorrelatedBatchNorm3d,
+    IterNorm1d,
+    IterNorm2d,
+    IterNorm3d,
 )
 from iternorm.layers.sync import SyncIterNorm
 from iternorm.models.calibrate import freeze, recalibrate, unfreeze

@@ -71,7 +71,7 @@ def _require(*packages: str) -> None:
 
 def _check_outputs(*paths: Path | None) -> None:
     """Fail before the work, not after it, where a file cannot be written."""
-    from iternorm.report.html import check_writable
+    from iternorm.report.files import check_writable
 
     for path in paths:
         if path is not None:

@@ -1,31 +1,14 @@
-"""Public functions: check the arguments, choose the implementation, nothing else.
+"""Public functions: check the arguments and hand them over, nothing else.
 
-The signatures follow `torch.nn.functional.batch_norm`. ``impl="auto"`` takes the Triton kernels on CUDA tensors in
-half, bfloat16 or single precision, for Newton's iteration with groups of up to 1024 channels (above that, and where
-cuBLAS is faster, for the iteration itself), and for ZCA with groups of up to 64, which they compute by that iteration
-run to convergence. They need an NVIDIA GPU of compute capability 8.0 or above, and triton 3.5. On the CPU it takes C
-kernels for training in single and double precision, where the machine has a C compiler and they are faster. It takes
-the torch path for the rest.
-``impl="native"`` is the C kernels, and ``impl="torch"`` never takes them. ``impl="reference"`` is the paper written
-plainly. An implementation that is named and cannot run raises.
+The signatures follow `torch.nn.functional.batch_norm`. What `impl` means is in `iternorm.whitening.dispatch`.
 """
 
-import numbers
-import operator
-from typing import Any
-
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from iternorm import reference
-from iternorm.backends.native import build, verbs
-from iternorm.backends.torch import plain
-from iternorm.whitening import collective, fused, groups, modes, ops
-
-IMPLS = ("auto", "triton", "native", "torch", "reference")
-ACTIVATIONS = ("relu",)
+from iternorm.whitening import groups, validation
+from iternorm.whitening.normalize import normalize
+from iternorm.whitening.settings import Running, Settings
 
 
 def iter_norm(
@@ -96,7 +79,7 @@ def iter_norm(
             impl=impl,
             activation=activation,
         )
-    num_iters = check_num_iters(num_iters)
+    num_iters = validation.check_num_iters(num_iters)
     return _normalize(
         input,
         running_mean,
@@ -157,7 +140,7 @@ def decorrelated_batch_norm(
             impl=impl,
             activation=activation,
         )
-    check_solver(solver)
+    validation.check_solver(solver)
     return _normalize(
         input,
         running_mean,
@@ -194,12 +177,14 @@ def _normalize(
     impl: str,
     activation: str | None,
 ) -> Tensor:
-    check_input(x)
-    group_size, eps, momentum = check_group_size(group_size), check_eps(eps), check_momentum(momentum)
-    check_impl(impl)
-    check_activation(activation)
+    validation.check_input(x)
+    group_size = validation.check_group_size(group_size)
+    momentum = validation.check_momentum(momentum)
+    validation.check_impl(impl)
+    validation.check_activation(activation)
     num_features = x.shape[1]
     size = groups.effective_size(num_features, group_size)
+    settings = Settings(size, solver, num_iters, validation.check_eps(eps), activation, impl)
     matrix_shape = (groups.num_groups(num_features, group_size), size, size)
     for name, tensor, shape in (
         ("running_mean", running_mean, (num_features,)),
@@ -225,210 +210,7 @@ def _normalize(
         raise ValueError("momentum=None is the cumulative average and needs num_batches_tracked; give it, or a number")
     statistics = None
     if running_mean is not None and running_matrix is not None:
-        statistics = ops.Running(
+        statistics = Running(
             running_mean, running_matrix, num_batches_tracked, momentum, running_covariance is not None
         )
-    impl = choose_impl(impl, x, size, solver)
-    return normalize(x, statistics, weight, bias, training, eps, size, solver, num_iters, impl, activation)
-
-
-def normalize(
-    x: Tensor,
-    statistics: ops.Running | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    eps: float,
-    group_size: int,
-    solver: str,
-    num_iters: int,
-    impl: str,
-    activation: str | None = None,
-    process_group: collective.Group | None = None,
-) -> Tensor:
-    """What a layer calls, its arguments checked.
-
-    `group_size` is that of a full group (`groups.effective_size`), `impl` what `choose_impl` says. With a process group
-    the statistics are those of the batches of all its ranks.
-    """
-    if process_group is None and x.numel() == 0:
-        # Nothing to whiten and nothing to learn from: gradients of zero, and the statistics stay.
-        return _activated(reference.scale_and_shift(x.clone(), weight, bias).to(x.dtype), activation)
-
-    if not training and statistics is not None:
-        with torch.no_grad():
-            dtype = plain.compute_dtype(x.dtype)
-            whitening, mean = statistics.matrix.to(dtype), statistics.mean.to(dtype)
-            if statistics.is_covariance:
-                whitening, _ = ops.inverse_sqrt(whitening, x.shape[1], group_size, solver, num_iters, eps)
-        if impl == "triton" and fused.can_infer(x, weight, bias):
-            return fused.infer_fused(x, whitening, mean, weight, bias, group_size, activation is not None)
-        return _activated(apply(x, whitening, mean, weight, bias, group_size), activation)
-
-    if process_group is None and x.numel() == x.shape[1]:
-        raise ValueError(
-            f"Expected more than 1 value per channel when training, got input size {list(x.shape)}; "
-            "use a larger batch, or eval mode"
-        )
-    if impl == "triton" and not modes.is_transformed():
-        settings = fused.Settings(group_size, solver, num_iters, eps, activation is not None)
-        return fused.whiten_fused(x, weight, bias, settings, statistics)
-    if impl == "reference":
-        y, mean, covariance, whitening = _reference(x, weight, bias, group_size, solver, num_iters, eps)
-    else:
-        if impl == "auto" and fused.has_large_newton(x, group_size, solver, num_iters):
-            solver = "newton_triton"
-        y, mean, covariance, whitening = ops.whiten(
-            x, weight, bias, group_size, solver, num_iters, eps, process_group, impl
-        )
-    if statistics is not None:
-        ops.update_running(statistics, mean, covariance, whitening)
-    return _activated(y, activation)
-
-
-def _activated(y: Tensor, activation: str | None) -> Tensor:
-    return y if activation is None else F.relu(y)
-
-
-def apply(
-    x: Tensor, whitening: Tensor, mean: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int
-) -> Tensor:
-    """The third verb on given statistics, as one grouped 1x1 convolution (one more for a smaller last group).
-
-    Built of ordinary operators, so that it exports, and differentiable in everything but the statistics.
-    """
-    spatial = max(x.ndim - 2, 1)
-    convolve = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
-    dtype = plain.compute_dtype(x.dtype)
-    with ops.no_autocast(x):
-        matrix, offset = ops.fold_affine(whitening, mean, weight, bias, group_size)
-        activation = (x.unsqueeze(2) if x.ndim == 2 else x).to(dtype)
-        outputs = [
-            convolve(
-                activation[:, part.channels],
-                part.of(matrix).reshape(part.count * part.size, part.size, *(1,) * spatial),
-                offset[part.channels],
-                groups=part.count,
-            )
-            for part in groups.parts(x.shape[1], group_size)
-        ]
-    y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-    if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous():
-        # A grouped conv3d on the CPU returns contiguous memory; a no-op where it kept the input's format.
-        y = y.contiguous(memory_format=torch.channels_last_3d)
-    return (y.squeeze(2) if x.ndim == 2 else y).to(x.dtype)
-
-
-def _reference(x, weight, bias, group_size, solver, num_iters, eps):
-    solve = getattr(reference, solver)
-    whitened, mean, matrices = reference.whiten(
-        x.to(plain.compute_dtype(x.dtype)),
-        (lambda covariance: solve(covariance, num_iters)) if solver == "newton" else solve,
-        group_size,
-        eps,
-    )
-    y = plain.empty_output(x).copy_(reference.scale_and_shift(whitened, weight, bias))
-    parts = groups.parts(x.shape[1], group_size)
-    whitening = groups.pad([torch.stack(matrices[p.first : p.first + p.count]) for p in parts])
-    covariance = ops.centered_moments(x.detach(), group_size)[2]
-    return y, mean.detach(), covariance, whitening.detach()
-
-
-def check_impl(impl: str) -> None:
-    if impl not in IMPLS:
-        raise ValueError(f"impl={impl!r} is not known; choose one of {', '.join(map(repr, IMPLS))}")
-
-
-def check_activation(activation: str | None) -> None:
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f'activation={activation!r} is not known; use "relu", or None and a module after the layer')
-
-
-def choose_impl(
-    impl: str, x: Tensor, group_size: int, solver: str, process_group: collective.Group | None = None
-) -> str:
-    """What `impl` means for this input: "auto" is the Triton kernels, or left to the verbs (see `iternorm.whitening.ops`).
-
-    The Triton kernels do not know a process group.
-    """
-    if process_group is not None and impl != "native":
-        return "auto" if impl == "auto" else "torch"
-    if impl == "triton":
-        reason = fused.no_kernels(x, group_size, solver)
-        if reason is not None:
-            raise ValueError(f'impl="triton" cannot run: {reason}; use impl="auto"')
-    if impl == "native":
-        reason = verbs.unsupported(x)
-        # A compiler of graphs cannot look into building, and a fake tensor needs none: then it is the call that raises.
-        if reason is None and not modes.is_recorded(x):
-            reason = build.failure(x.dtype)
-        if reason is not None:
-            raise ValueError(f'impl="native" cannot run: {reason}; use impl="auto"')
-    if impl == "auto":
-        return "triton" if x.is_cuda and fused.are_kernels_best(x, group_size, solver) else "auto"
-    return impl
-
-
-def check_input(x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"input must be a tensor, got {type(x).__name__}")
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"input has dtype {x.dtype}; convert it to a floating-point dtype, e.g. input.float()")
-    if not 2 <= x.ndim <= 5:
-        raise ValueError(f"expected an input of 2 to 5 dimensions [N, C, ...], got {x.ndim}: shape {list(x.shape)}")
-    if x.shape[1] == 0:
-        raise ValueError(f"input has no channels: shape {list(x.shape)}; the second dimension must be at least 1")
-
-
-def integer(name: str, value: Any, meaning: str) -> int:
-    """A Python int of anything that counts as one (numpy's integers do), but not of a bool."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{name}={value!r} is not an integer; give {meaning}")
-
-
-def number(name: str, value: Any, meaning: str) -> float:
-    """A Python float of a real number (numpy's are), but not of a bool."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}={value!r} is not a number; give {meaning}")
-    return float(value)
-
-
-def check_group_size(group_size: Any) -> int | None:
-    if group_size is None:
-        return None
-    result = integer("group_size", group_size, "the number of channels a group, or None")
-    if result < 1:
-        raise ValueError(f"group_size={group_size} must be at least 1; use None to whiten all channels together")
-    return result
-
-
-def check_num_iters(num_iters: Any) -> int:
-    result = integer("num_iters", num_iters, "the number of Newton steps, 5 by default")
-    if result < 0:
-        raise ValueError(f"num_iters={num_iters} must be at least 0; the paper uses 5")
-    return result
-
-
-def check_solver(solver: str) -> None:
-    if solver not in ("zca", "pca", "cholesky"):
-        raise ValueError(f"solver={solver!r} is not known; choose one of 'zca', 'pca', 'cholesky'")
-
-
-def check_eps(eps: Any) -> float:
-    result = number("eps", eps, "a small positive one, 1e-5 by default")
-    if not 0 < result < float("inf"):
-        raise ValueError(f"eps={eps} must be positive and finite; it keeps the covariance invertible, 1e-5 by default")
-    return result
-
-
-def check_momentum(momentum: Any) -> float | None:
-    if momentum is None:
-        return None
-    result = number("momentum", momentum, "one from 0 to 1, or None for the average of all")
-    if not 0 <= result <= 1:
-        raise ValueError(f"momentum={momentum} must be from 0 to 1; None is the average of all batches")
-    return result
+    return normalize(x, weight, bias, settings, statistics, training)

@@ -89,14 +89,8 @@ def solve(covariance: Tensor, solver: str, num_iters: int, keep: bool = False) -
     """The whitening matrix, and what `solve_backward` needs beside the covariance and the whitening matrix.
 
     With `keep`, that includes 2 T - 2 matrices of Newton's iteration, which would otherwise be computed once more.
-    The solver "newton_triton" is newton in kernels, for batches of fp32 matrices on a GPU.
     """
     num_iters = min(num_iters, most_steps(covariance.dtype))
-    if solver == "newton_triton":
-        from iternorm.backends.triton import iteration
-
-        whitening, kept = iteration.solve(covariance, num_iters)
-        return whitening, (kept,) if keep else ()
     if solver == "newton":
         whitening, residuals, iterates = _newton(covariance, num_iters)
         return whitening, (*residuals[1:], *iterates) if keep else ()
@@ -113,11 +107,6 @@ def solve_backward(
 ) -> Tensor:
     """The symmetric gradient for the covariance, given the gradient for the whitening matrix."""
     num_iters = min(num_iters, most_steps(covariance.dtype))
-    if solver == "newton_triton":
-        from iternorm.backends.triton import iteration
-
-        kept = saved[0] if saved else iteration.solve(covariance, num_iters)[1]
-        return iteration.solve_backward(grad, covariance, whitening, kept, num_iters)
     if solver == "newton":
         return _newton_backward(grad, covariance, whitening, num_iters, saved)
     if solver == "cholesky":

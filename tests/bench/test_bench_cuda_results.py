@@ -1,17 +1,14 @@
 """What is made of the GPU's figures: the targets, a whole run, the tables, and the README's."""
 
 import json
-from pathlib import Path
 
 import pytest
 from fake_gpu import TINY, FakeGpu, tiny_rivals, tiny_vgg
 
 from iternorm.bench import gpu as cuda
-from iternorm.bench.gpu import targets
+from iternorm.bench.gpu import table, targets
 from iternorm.timing.gpu import cases, contest, training
 from iternorm.timing.gpu.cases import STEM, TABLE_A1
-
-ROOT = Path(__file__).parents[2]
 
 
 def synthetic(ours=1.0, network=1.0):
@@ -158,7 +155,7 @@ def test_markdown_has_a_line_a_case_and_a_network(result):
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 2 + 4 + 2 + 5
     widths = [line.count("|") for line in table]
-    assert set(widths[:6]) == {13}
+    assert set(widths[:6]) == {11}
     assert set(widths[6:]) == {9}
     assert table[2].startswith("| 6x8x4x4 fp32 | ")
     assert "| 1000 / 1000 |" in table[2]
@@ -177,12 +174,19 @@ def test_markers_are_replaced_and_must_exist():
         cuda.put_between_markers(document, "z", "new")
 
 
-def test_the_readmes_tables_are_made_from_the_committed_result():
-    path = ROOT / "benchmarks" / "results" / "h200.json"
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    if not path.exists():
-        pytest.skip("benchmarks/results/h200.json is not there yet")
-    content = cuda.markdown(json.loads(path.read_text(encoding="utf-8")))
-    assert cuda.put_between_markers(readme, "h200", content) == readme, (
-        "run: PYTHONPATH=src python benchmarks/table.py benchmarks/results/h200.json --write README.md"
+def test_the_default_precision_comes_first_and_tf32_beside_it():
+    case = synthetic()["cases"][0]
+    for row in case["rivals"]:
+        if row["name"] == "IterNorm T=5 d=64":
+            row["graph_ms"], row["eager_ms"] = 0.5, 0.25
+    (head, single), (_, half) = (
+        table._layer_rows([{**case, "dtype": dtype, "rivals": rivals}])
+        for dtype, rivals in (
+            ("float32", case["rivals"]),
+            ("bfloat16", [row for row in case["rivals"] if not row["name"].endswith("exact")]),
+        )
     )
+    assert dict(zip(head[4:], single[4:], strict=True))["eager IterNorm"] == "1000 / 1000"
+    assert single[4:8] == ["1000 / 1000", "1.00", "500 / 500", "0.50"]
+    # Half precision has one kind only.
+    assert half[4:8] == ["500 / 500", "0.50", "–", "–"]

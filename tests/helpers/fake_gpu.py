@@ -63,7 +63,7 @@ class FakeGpu(timing.Gpu):
 
 
 def tiny_rivals(shape=TINY, dtype=torch.float32, quick=False):
-    from iternorm.layers.base import IterNorm2d
+    from iternorm.layers.norms import IterNorm2d
 
     whitening = partial(IterNorm2d, 8, group_size=4)
     return [

@@ -67,8 +67,7 @@ def test_processes_that_share_a_batch_are_not_warned_of_their_part(monkeypatch):
     layer = SyncIterNorm(64)
     # What `forward` asks; the collective itself is tested elsewhere.
     monkeypatch.setattr(layer, "_process_group", lambda input: object())
-    monkeypatch.setattr(iternorm.functional, "normalize", lambda input, *rest: input)
-    monkeypatch.setattr(iternorm.functional, "choose_impl", lambda *arguments: "torch")
+    monkeypatch.setattr(iternorm.layers.base, "normalize", lambda input, *rest: input)
     monkeypatch.setattr(layer, "_check_agreement", lambda *arguments: None)
     iternorm.layers.base.WhiteningNorm.forward(layer, torch.randn(16, 64))
 
@@ -90,9 +89,8 @@ def test_it_can_be_told_from_other_warnings():
 
 def test_experiments_that_are_about_small_batches_do_not_warn(tmp_path):
     pytest.importorskip("accelerate")
-    from iternorm.experiments.training.recipe import Recipe
-
     from iternorm.experiments.jobs.registry import Context
+    from iternorm.experiments.recipe import Recipe
     from iternorm.experiments.training import train
 
     size = {"train_examples": 4, "test_examples": 2, "width": 0.1, "max_iterations": 2}

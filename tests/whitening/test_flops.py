@@ -9,8 +9,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import iternorm
 from iternorm import IterNorm2d
+from iternorm.whitening import dispatch
 
 # 4 x 10 x 5 x 5 in groups of 4, 4 and 2: one product of every sample with its group's matrix, two operations each.
 PRODUCT = 2 * 4 * 25 * (4 * 4 + 4 * 4 + 2 * 2)
@@ -36,8 +36,8 @@ SMALL = 4 * PRODUCT // (4 * 25)
 
 @pytest.mark.parametrize("impl", ["torch", "native", "triton"])
 def test_training(impl):
-    if impl == "triton":
-        pytest.importorskip("triton")
+    if impl == "triton" and dispatch.NO_TRITON:
+        pytest.skip(dispatch.NO_TRITON)
     layer = IterNorm2d(10, group_size=4, num_iters=5, impl=impl)
     forward = 2 * PRODUCT + newton(5, 3)
     assert forward <= counted(layer) <= forward + SMALL
@@ -85,7 +85,6 @@ def test_the_counter_need_not_be_imported_first():
 
 
 def test_other_operators_are_not_disturbed():
-    assert isinstance(iternorm.whitening.flops.formulas(), dict)
     with FlopCounterMode(display=False) as counter:
         torch.randn(3, 4) @ torch.randn(4, 5)
     assert counter.get_total_flops() == 2 * 3 * 4 * 5

@@ -8,7 +8,7 @@ for case in result["cases"]:
 """
 
 from iternorm.bench import gpu
-from iternorm.bench.cpu_table import notes, table
+from iternorm.bench.cpu_table import markdown, notes, table
 from iternorm.timing.cpu.contest import TABLE_A1, Case, check_arguments, count_timings, run
 from iternorm.timing.cpu.rivals import PAPER_MS, Rival, standard_rivals
 
@@ -20,6 +20,7 @@ __all__ = [
     "check_arguments",
     "count_timings",
     "gpu",
+    "markdown",
     "notes",
     "run",
     "standard_rivals",

@@ -7,6 +7,8 @@ from iternorm.timing.cpu.rivals import PAPER_MS
 if TYPE_CHECKING:
     from rich.table import Table
 
+_README_ROWS = ("conv3x3", "BatchNorm2d", "DBN d=16", "IterNorm T=5 d=64")
+
 
 def table(case: dict) -> "Table":
     """One case of the result as a table for the terminal."""
@@ -59,3 +61,22 @@ def notes(result: dict) -> list[str]:
     elif settings["malloc_thresholds_set"] is False:
         lines.append("The allocator's thresholds could not be set here: rows that copy more may pay for fresh pages.")
     return lines
+
+
+def markdown(result: dict) -> str:
+    """The README's table: the rows that answer what a layer costs beside BatchNorm and a convolution."""
+    machine, version = result["provenance"]["machine"], result["provenance"]["torch"]["version"]
+    where = f"{machine['cpu']}, {machine['threads']} thread{'s' if machine['threads'] != 1 else ''}, torch {version}"
+    lines = [
+        f"{where}. Forward + backward of one layer, fp32, ms:",
+        "",
+        "| activation | " + " | ".join(_README_ROWS) + " | IterNorm / BN | IterNorm / conv3x3 |",
+        "| --- |" + " ---: |" * (len(_README_ROWS) + 2),
+    ]
+    for case in result["cases"]:
+        rows = {row["name"]: row for row in case["rivals"]}
+        ours = rows[_README_ROWS[-1]]
+        cells = [f"{rows[name]['median_ms']:.1f}" for name in _README_ROWS]
+        cells += [f"{ours[f'ratio_to_{other}']:.2f}" for other in ("batch_norm", "convolution")]
+        lines.append(f"| {'x'.join(map(str, case['shape']))} | {' | '.join(cells)} |")
+    return "\n".join(lines)

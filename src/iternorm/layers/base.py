@@ -1,4 +1,4 @@
-"""Whitening layers with the whole contract of `torch.nn.BatchNorm1d/2d/3d`."""
+"""The base of all layers, with the whole contract of `torch.nn.BatchNorm1d/2d/3d`."""
 
 import warnings
 from typing import Any
@@ -6,28 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from iternorm import functional
-from iternorm.backends.torch import plain
+from iternorm.backends.torch.verbs import compute_dtype
 from iternorm.layers import checkpoints
-from iternorm.layers.docstrings import complete
-from iternorm.whitening import fused, groups, modes, ops
+from iternorm.layers.batchnorm import BatchNormWithoutVariance
+from iternorm.whitening import dispatch, fused, groups, modes, validation
+from iternorm.whitening.autograd import inverse_sqrt
+from iternorm.whitening.dispatch import Backend
+from iternorm.whitening.normalize import normalize
+from iternorm.whitening.settings import Running, Settings
 
 RUNNING = ("whitening", "covariance")
-
-NO_VARIANCE = (
-    "{name} has no running_var: it keeps running_{running}, which is no variance of each channel. "
-    "Use iternorm.convert_sync_iternorm(model, batchnorm=True) to synchronize, iternorm.fold(model.eval()) to fuse, "
-    "iternorm.recalibrate(model, batches) to set statistics, iternorm.freeze(model) to keep them; see docs/tools.md"
-)
 
 
 class SmallBatchWarning(UserWarning):
     """A batch has fewer values per channel than a group has channels, so its covariance is singular."""
 
 
-class WhiteningNorm(_BatchNorm):
+class WhiteningNorm(BatchNormWithoutVariance):
     """Whiten groups of channels over the mini-batch, then scale and shift: the base of all layers here.
 
     In training the statistics are those of the batch (math.md, Eq. 1-9), and running averages of the mean and of the
@@ -50,7 +46,9 @@ class WhiteningNorm(_BatchNorm):
         dtype: of parameters and buffers.
         bias: False learns no `bias`, only the `weight`, if `affine` is set.
         group_size: the number of channels whitened together; None is all of them. Channels are taken in order and the
-            last group holds the remainder: 160 channels by 64 are groups of 64, 64 and 32.
+            last group holds the remainder: 160 channels by 64 are groups of 64, 64 and 32. With 1 the layer is
+            BatchNorm in training; in eval it uses the average of 1/σ (biased) where BatchNorm uses that of σ²
+            (unbiased), which scales the output by about 1 + 5/(4m) for m values a channel in a batch.
         running: "whitening" averages the whitening matrices, as the paper does; "covariance" averages the covariances
             and computes the whitening matrix from their average in eval.
         impl: "auto" takes the fastest that can run; "triton", "native" (C, on a CPU), "torch" and "reference" ask for
@@ -83,11 +81,12 @@ class WhiteningNorm(_BatchNorm):
 
     # Whether this layer has warned of a small batch: it does so once.
     _warned: bool = False
-    # The attributes that were checked last, and the shape of running matrices that follows from them.
+    # The options that were checked last, and what follows from them.
     _checked: tuple | None = None
     _matrix_shape: tuple[int, int, int] = (0, 0, 0)
-    # `_facts` of the last batch that went to the fused kernels, and what they were asked for.
-    _fused: tuple[tuple, fused.Settings] | None = None
+    _settings: Settings
+    # `_cache_key` of the last batch that went to the fused kernels.
+    _last_key: tuple | None = None
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class WhiteningNorm(_BatchNorm):
     ) -> None:
         # BatchNorm's own would make a running_var.
         nn.Module.__init__(self)
-        num_features = functional.integer("num_features", num_features, "the number of channels")
+        num_features = validation.integer("num_features", num_features, "the number of channels")
         if num_features < 1:
             raise ValueError(f"num_features={num_features} must be at least 1; give the number of channels")
         if running not in RUNNING:
@@ -140,24 +139,6 @@ class WhiteningNorm(_BatchNorm):
         """`running_whitening` or `running_covariance`, whichever this layer keeps."""
         return self.running_whitening if self.running == "whitening" else self.running_covariance
 
-    @property
-    def running_var(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """There is none: tools that read it would make a BatchNorm, or a part of a convolution, of half a layer."""
-        raise AttributeError
-
-    @running_var.setter
-    def running_var(self, value: Tensor | None) -> None:
-        if value is not None:
-            raise AttributeError(NO_VARIANCE.format(name=type(self).__name__, running=self.running))
-        # How BatchNorm is told to keep no statistics, along with its running_mean.
-        self.running_whitening = self.running_covariance = None
-
-    def __getattr__(self, name: str) -> Any:
-        # Python comes here when the property has raised, and would drop a text given there.
-        if name == "running_var":
-            raise AttributeError(NO_VARIANCE.format(name=type(self).__name__, running=self.running))
-        return super().__getattr__(name)
-
     @torch.no_grad()
     def reset_running_stats(self) -> None:
         """Mean 0, whitening (or covariance) the identity, no batches seen."""
@@ -183,11 +164,12 @@ class WhiteningNorm(_BatchNorm):
                 "this layer keeps no running statistics, so eval has no fixed whitening matrix; "
                 "build it with track_running_stats=True"
             )
-        matrix = self.running_matrix.detach().to(plain.compute_dtype(self.running_matrix.dtype))
+        matrix = self.running_matrix.detach().to(compute_dtype(self.running_matrix.dtype))
         if self.running == "whitening":
             return matrix
-        size = groups.effective_size(self.num_features, self.group_size)
-        return ops.inverse_sqrt(matrix, self.num_features, size, self.solver, self.num_iters, self.eps)[0]
+        if self._options() != self._checked:
+            self._check_attributes()
+        return inverse_sqrt(matrix, self.num_features, self._settings)[0]
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
@@ -200,40 +182,26 @@ class WhiteningNorm(_BatchNorm):
         batch_statistics = training or mean is None
         statistics = None
         if mean is not None and (self.track_running_stats or not batch_statistics):
-            statistics = ops.Running(mean, matrix, count, self.momentum, self.running == "covariance")
+            statistics = Running(mean, matrix, count, self.momentum, self.running == "covariance")
         # A compiler is not shown what changes from call to call: it would compile again.
         eager = not (modes.is_recorded(input) or modes.is_transformed())
-        if eager and self._fused is not None:
-            facts, settings = self._fused
-            if facts == self._facts(input, weight, bias, mean, matrix):
-                # Like the batch before, for which all that follows has been gone through.
-                return fused.whiten_eagerly(input, weight, bias, settings, statistics)
+        group = self._process_group(input) if training else None
+        key = self._cache_key(input, weight, bias, mean, matrix, group) if eager else None
+        if eager and key == self._last_key:
+            # Same shape, dtype and settings as the last batch: the checks below have already passed.
+            return fused.whiten_eagerly(input, weight, bias, self._settings, statistics)
         self._check(input, weight, bias, mean, matrix)
-        group_size, group = self._matrix_shape[1], self._process_group(input) if training else None
+        settings = self._settings if group is None else self._settings._replace(process_group=group)
         if eager and batch_statistics and group is None and not self._warned:
-            self._warn_of_few_values(input, group_size)
-        impl = functional.choose_impl(self.impl, input, group_size, self.solver, group)
-        output = functional.normalize(
-            input,
-            statistics,
-            weight,
-            bias,
-            batch_statistics,
-            self.eps,
-            group_size,
-            self.solver,
-            self.num_iters,
-            impl,
-            self.activation,
-            group,
-        )
-        if impl == "triton" and training and eager:
-            settings = fused.Settings(group_size, self.solver, self.num_iters, self.eps, self.activation is not None)
-            self._fused = self._facts(input, weight, bias, mean, matrix), settings
+            self._warn_of_few_values(input, settings.group_size)
+        backend = dispatch.choose(settings, input)
+        output = normalize(input, weight, bias, settings, statistics, batch_statistics, backend)
+        if backend is Backend.TRITON and training and eager:
+            self._last_key = key
         return output
 
-    def _facts(self, input: Tensor, weight, bias, mean, matrix) -> tuple:
-        """All that `_check` looks at, and that the choice of the fused kernels depends on."""
+    def _cache_key(self, input: Tensor, weight, bias, mean, matrix, group) -> tuple:
+        """All that `_check` looks at, and that the choice of a backend depends on."""
         return (
             input.shape,
             input.dtype,
@@ -243,26 +211,19 @@ class WhiteningNorm(_BatchNorm):
             None if mean is None else mean.numel(),
             None if matrix is None else matrix.shape,
             self.training,
-            self.num_features,
-            self.eps,
-            self.momentum,
-            self.group_size,
-            self.solver,
-            self.num_iters,
-            self.impl,
-            self.activation,
-            self._process_group(input),
+            self._options(),
+            group,
         )
 
     def _check(self, input: Tensor, weight, bias, mean, matrix) -> None:
-        functional.check_input(input)
+        validation.check_input(input)
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:
             raise ValueError(
                 f"expected an input of {self.num_features} channels (num_features), got {input.shape[1]}: "
                 f"shape {list(input.shape)}"
             )
-        if self._settings() != self._checked:
+        if self._options() != self._checked:
             self._check_attributes()
         for name, vector in (("weight", weight), ("bias", bias), ("running_mean", mean)):
             if vector is not None and vector.numel() != self.num_features:
@@ -301,13 +262,6 @@ class WhiteningNorm(_BatchNorm):
             values = self.weight, self.bias, self.running_mean, self.running_matrix
             return *values, self.num_batches_tracked
 
-    def __prepare_scriptable__(self) -> None:
-        """What `torch.jit.script` calls first."""
-        raise TypeError(
-            f"torch.jit.script cannot compile {type(self).__name__}; script what iternorm.fold(model.eval()) returns, "
-            "or use torch.jit.trace, or torch.compile and torch.export, which replace TorchScript"
-        )
-
     def _process_group(self, input: Tensor) -> Any:
         """The processes whose batches are one: none here; `iternorm.SyncIterNorm` has its own."""
         return None
@@ -317,19 +271,21 @@ class WhiteningNorm(_BatchNorm):
 
     def _check_attributes(self) -> None:
         """When the layer is made, and again where one of them has been set since. They become Python's own numbers."""
-        self.eps = functional.check_eps(self.eps)
-        self.momentum = functional.check_momentum(self.momentum)
-        self.group_size = functional.check_group_size(self.group_size)
-        self.num_iters = functional.check_num_iters(self.num_iters)
-        functional.check_impl(self.impl)
-        functional.check_activation(self.activation)
+        self.eps = validation.check_eps(self.eps)
+        self.momentum = validation.check_momentum(self.momentum)
+        self.group_size = validation.check_group_size(self.group_size)
+        self.num_iters = validation.check_num_iters(self.num_iters)
+        validation.check_impl(self.impl)
+        validation.check_activation(self.activation)
         size = groups.effective_size(self.num_features, self.group_size)
         self._matrix_shape = (groups.num_groups(self.num_features, self.group_size), size, size)
-        self._checked = self._settings()
+        self._settings = Settings(size, self.solver, self.num_iters, self.eps, self.activation, self.impl)
+        self._checked = self._options()
 
-    def _settings(self) -> tuple:
+    def _options(self) -> tuple:
+        """The attributes that a user may set between two batches."""
         numbers = self.num_features, self.eps, self.momentum, self.group_size, self.num_iters
-        return *numbers, self.impl, self.activation
+        return *numbers, self.solver, self.impl, self.activation
 
     def extra_repr(self) -> str:
         return (
@@ -363,157 +319,3 @@ class WhiteningNorm(_BatchNorm):
         nn.Module._load_from_state_dict(
             self, renamed, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-
-
-@complete
-class _IterNorm(WhiteningNorm):
-    """Iterative normalization.
-
-    Args:
-        num_iters: the paper's T, the number of Newton steps. 0 only scales all channels of a group alike; 5, the
-            paper's choice, whitens the directions of large variance and leaves small ones, which are mostly noise,
-            small; many steps come to ZCA.
-    """
-
-    solver = "newton"
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        bias: bool = True,
-        group_size: int | None = 64,
-        num_iters: int = 5,
-        running: str = "whitening",
-        impl: str = "auto",
-        activation: str | None = None,
-    ) -> None:
-        num_iters = functional.check_num_iters(num_iters)
-        common: dict[str, Any] = {"group_size": group_size, "running": running, "impl": impl, "activation": activation}
-        common["bias"] = bias
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **common)
-        self.num_iters = num_iters
-        self._check_attributes()
-
-    def _solver_repr(self) -> str:
-        return f"num_iters={self.num_iters}"
-
-
-@complete
-class _DecorrelatedBatchNorm(WhiteningNorm):
-    """Decorrelated batch normalization: exact whitening.
-
-    Args:
-        solver: "zca" (the paper's DBN), "pca" or "cholesky". Principal axes can change places from batch to batch,
-            which spoils an average of their whitening matrices: give "pca" ``running="covariance"``.
-    """
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        bias: bool = True,
-        group_size: int | None = 16,
-        solver: str = "zca",
-        running: str = "whitening",
-        impl: str = "auto",
-        activation: str | None = None,
-    ) -> None:
-        functional.check_solver(solver)
-        common: dict[str, Any] = {"group_size": group_size, "running": running, "impl": impl, "activation": activation}
-        common["bias"] = bias
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **common)
-        self.solver = solver
-
-
-class _Rank1d(WhiteningNorm):
-    def _check_input_dim(self, input: Tensor) -> None:
-        _check_rank(input, (2, 3), "[N, C] or [N, C, L]")
-
-
-class _Rank2d(WhiteningNorm):
-    def _check_input_dim(self, input: Tensor) -> None:
-        _check_rank(input, (4,), "[N, C, H, W]")
-
-
-class _Rank3d(WhiteningNorm):
-    def _check_input_dim(self, input: Tensor) -> None:
-        _check_rank(input, (5,), "[N, C, D, H, W]")
-
-
-def _check_rank(input: Tensor, ranks: tuple[int, ...], form: str) -> None:
-    if input.ndim not in ranks:
-        expected = " or ".join(map(str, ranks))
-        raise ValueError(f"expected {expected}D input {form}, got {input.ndim}D input of shape {list(input.shape)}")
-
-
-@complete
-class IterNorm1d(_Rank1d, _IterNorm):
-    """Iterative normalization of ``[N, C]`` or ``[N, C, L]``.
-
-    Example:
-        >>> IterNorm1d(10, group_size=5)(torch.randn(8, 10)).shape
-        torch.Size([8, 10])
-    """
-
-
-@complete
-class IterNorm2d(_Rank2d, _IterNorm):
-    """Iterative normalization of ``[N, C, H, W]``.
-
-    Example:
-        >>> IterNorm2d(128)(torch.randn(8, 128, 4, 4)).shape
-        torch.Size([8, 128, 4, 4])
-    """
-
-
-@complete
-class IterNorm3d(_Rank3d, _IterNorm):
-    """Iterative normalization of ``[N, C, D, H, W]``.
-
-    Example:
-        >>> IterNorm3d(16)(torch.randn(2, 16, 3, 4, 4)).shape
-        torch.Size([2, 16, 3, 4, 4])
-    """
-
-
-@complete
-class DecorrelatedBatchNorm1d(_Rank1d, _DecorrelatedBatchNorm):
-    """Decorrelated batch normalization (DBN) of ``[N, C]`` or ``[N, C, L]``.
-
-    Example:
-        >>> DecorrelatedBatchNorm1d(32)(torch.randn(64, 32)).shape
-        torch.Size([64, 32])
-    """
-
-
-@complete
-class DecorrelatedBatchNorm2d(_Rank2d, _DecorrelatedBatchNorm):
-    """Decorrelated batch normalization (DBN) of ``[N, C, H, W]``.
-
-    Example:
-        >>> DecorrelatedBatchNorm2d(32)(torch.randn(8, 32, 4, 4)).shape
-        torch.Size([8, 32, 4, 4])
-    """
-
-
-@complete
-class DecorrelatedBatchNorm3d(_Rank3d, _DecorrelatedBatchNorm):
-    """Decorrelated batch normalization (DBN) of ``[N, C, D, H, W]``.
-
-    Example:
-        >>> DecorrelatedBatchNorm3d(32)(torch.randn(4, 32, 2, 4, 4)).shape
-        torch.Size([4, 32, 2, 4, 4])
-    """

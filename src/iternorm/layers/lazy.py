@@ -7,21 +7,21 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
-from iternorm import functional
-from iternorm.layers.base import (
+from iternorm.layers.base import WhiteningNorm
+from iternorm.layers.norms import (
     DecorrelatedBatchNorm1d,
     DecorrelatedBatchNorm2d,
     DecorrelatedBatchNorm3d,
     IterNorm1d,
     IterNorm2d,
     IterNorm3d,
-    WhiteningNorm,
     _DecorrelatedBatchNorm,
     _IterNorm,
     _Rank1d,
     _Rank2d,
     _Rank3d,
 )
+from iternorm.whitening import validation
 
 
 class _Lazy(LazyModuleMixin, WhiteningNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -67,7 +67,7 @@ class _Lazy(LazyModuleMixin, WhiteningNorm):  # pyright: ignore[reportIncompatib
     def initialize_parameters(self, input: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Called by the first batch."""
         if self.has_uninitialized_params() or self.num_features == 0:
-            functional.check_input(input)
+            validation.check_input(input)
             self._check_input_dim(input)
             self._materialize(input.shape[1])
 

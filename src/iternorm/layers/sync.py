@@ -1,6 +1,6 @@
 """SyncIterNorm: iterative normalization over the batches of all processes of a group.
 
-The statistics are exchanged inside `iternorm.whitening.ops` by `iternorm.whitening.collective`: one collective forward, one backward.
+The statistics are exchanged by `iternorm.whitening.collective`: one collective forward, one backward.
 """
 
 import copy
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Proxy
 
-from iternorm.layers.base import _IterNorm
+from iternorm.layers.norms import _IterNorm
 from iternorm.whitening import collective
 
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from iternorm.backends.torch import plain
+from iternorm.backends.torch import verbs as torch_verbs
 from iternorm.layers.base import WhiteningNorm
 from iternorm.models import replace
-from iternorm.whitening import collective, groups, ops
+from iternorm.whitening import collective, groups
+from iternorm.whitening.autograd import inverse_sqrt
+from iternorm.whitening.settings import Settings
 
 
 class _Moments:
@@ -28,7 +30,7 @@ class _Moments:
         x = args[0]
         if x.numel() == 0:
             return
-        mean, covariance = plain.moments(x.detach(), _group_size(layer))
+        mean, covariance = torch_verbs.moments(x.detach(), _group_size(layer))
         count = torch.tensor(float(x.numel() // x.shape[1]), dtype=torch.float64, device=x.device)
         new = count, mean.double(), covariance.double()
         if self.state is not None:
@@ -154,9 +156,9 @@ def _write(layers: dict[str, Any], moments: dict[str, _Moments], num_batches: in
             raise ValueError(f"the input of {name or 'the model'} was not finite in some batch; nothing was changed")
         values = {"running_mean": mean, "num_batches_tracked": torch.tensor(num_batches)}
         if isinstance(layer, WhiteningNorm):
-            size = _group_size(layer)
-            config = layer.num_features, size, layer.solver, layer.num_iters, layer.eps
-            matrix = ops.inverse_sqrt(covariance, *config)[0] if layer.running == "whitening" else covariance
+            settings = Settings(_group_size(layer), layer.solver, layer.num_iters, layer.eps)
+            whitens = layer.running == "whitening"
+            matrix = inverse_sqrt(covariance, layer.num_features, settings)[0] if whitens else covariance
             values[f"running_{layer.running}"] = matrix
         else:
             values["running_var"] = covariance.flatten() * (count / (count - 1).clamp(min=1))

@@ -10,9 +10,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from iternorm.backends.torch import plain
+from iternorm.backends.torch import verbs as torch_verbs
 from iternorm.layers import checkpoints
-from iternorm.layers.base import IterNorm1d, IterNorm2d, IterNorm3d, WhiteningNorm, _Rank1d, _Rank2d, _Rank3d
+from iternorm.layers.base import WhiteningNorm
+from iternorm.layers.norms import IterNorm1d, IterNorm2d, IterNorm3d, _Rank1d, _Rank2d, _Rank3d
 from iternorm.layers.sync import SyncIterNorm
 from iternorm.models import replace
 from iternorm.models.followed import FOLLOWED, Followed, applies_children
@@ -164,7 +165,7 @@ def _to_iternorm(layer: Any, words: dict[str, Any]) -> nn.Module:
     replace.carry(layer, new, without=("running_var", "process_group"))
     new.track_running_stats = layer.track_running_stats
     if tracked:
-        matrix = checkpoints.diagonal_from_variance(new, variance.to(plain.compute_dtype(variance.dtype)))
+        matrix = checkpoints.diagonal_from_variance(new, variance.to(torch_verbs.compute_dtype(variance.dtype)))
         new._buffers[f"running_{new.running}"] = matrix.to(variance.dtype)
         if new.num_batches_tracked is None or new.num_batches_tracked.is_meta:
             new.num_batches_tracked = torch.tensor(0, device=variance.device)
@@ -221,16 +222,17 @@ def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
     if isinstance(whitening, Followed):
         new.__class__ = whitening.batchnorm_class
     whitening_words = ("group_size", "num_iters", "running", "impl", "activation", "solver", "followers")
-    whitening_words += ("batchnorm_class", "_checked", "_matrix_shape", "_fused", "_warned")
     matrices = ("running_whitening", "running_covariance")
-    replace.carry(layer, new, without=(*whitening_words, *matrices, "process_group", "_agreed"))
+    # What a layer remembers of its last batch is private to it.
+    private = (name for name in vars(layer) if name.startswith("_") and name not in vars(new))
+    replace.carry(layer, new, without=(*whitening_words, "batchnorm_class", *matrices, "process_group", *private))
     new.track_running_stats = layer.track_running_stats
     if tracked:
         matrix = layer.running_matrix
         diagonal = groups.unpad_vector(matrix.diagonal(dim1=-2, dim2=-1), layer.num_features)
         if layer.running == "whitening":
             # 1/√(var + eps) is the diagonal; a variance below eps may come out below zero by rounding.
-            scale = diagonal.to(plain.compute_dtype(diagonal.dtype))
+            scale = diagonal.to(torch_verbs.compute_dtype(diagonal.dtype))
             diagonal = (scale**-2 - layer.eps).clamp(min=0).to(matrix.dtype)
         new.running_var = diagonal.clone()
     return new

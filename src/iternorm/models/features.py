@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from iternorm.layers.base import IterNorm1d
+from iternorm.layers.norms import IterNorm1d
 from iternorm.models import replace
 
 

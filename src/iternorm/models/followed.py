@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from iternorm.layers.base import IterNorm1d, IterNorm2d, IterNorm3d, WhiteningNorm
+from iternorm.layers.base import WhiteningNorm
+from iternorm.layers.norms import IterNorm1d, IterNorm2d, IterNorm3d
 from iternorm.layers.sync import SyncIterNorm
 
 _PROBE_SHAPES = {nn.BatchNorm1d: (3, 2), nn.BatchNorm2d: (3, 2, 2), nn.BatchNorm3d: (3, 2, 2, 2)}

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from iternorm.analysis import Whitening
-from iternorm.layers.base import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d
+from iternorm.layers.norms import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d
 from iternorm.layers.sync import SyncIterNorm
 
 # Makes the normalization of a layer with the given number of features.

@@ -1,7 +1,27 @@
 """Files that are whole or not there."""
 
 import os
+import tempfile
 from pathlib import Path
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """See whether a file can be written there, missing folders being made. Nothing is left behind.
+
+    Raises:
+        OSError: It cannot.
+    """
+    target = Path(path)
+    folder = target.parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{target} cannot be written: {folder} is not a folder")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(f"{target} cannot be written: {error.strerror} in {folder.absolute()}") from error
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> Path:

@@ -5,13 +5,10 @@ nothing is fetched.
 """
 
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Sequence
 from html import escape
 from io import StringIO
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -133,22 +130,3 @@ def html_page(title: str, sections: Iterable[tuple[str, str]], *, subtitle: str 
         f"<title>{escape(title)}</title>\n<style>{_STYLE}{style}</style>\n</head>\n<body>\n<main>\n"
         f"<header>\n<h1>{escape(title)}</h1>{below}\n</header>\n{content}\n</main>\n</body>\n</html>\n"
     )
-
-
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """See whether a file can be written there, missing folders being made. Nothing is left behind.
-
-    Raises:
-        OSError: It cannot.
-    """
-    target = Path(path)
-    folder = target.parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir():
-        raise NotADirectoryError(f"{target} cannot be written: {folder} is not a folder")
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OSError(f"{target} cannot be written: {error.strerror} in {folder.absolute()}") from error

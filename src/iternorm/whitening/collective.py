@@ -1,7 +1,7 @@
 """Moments over several processes: one collective between the verbs `moments` and `inverse_sqrt`, one in the backward.
 
-Functional collectives are used, which `torch.compile` keeps in its graph. There is no autograd here: `iternorm.whitening.ops`
-calls these inside its own forward and backward.
+Functional collectives are used, which `torch.compile` keeps in its graph. There is no autograd here:
+`iternorm.whitening.autograd` calls these inside its own forward and backward.
 """
 
 from typing import NamedTuple

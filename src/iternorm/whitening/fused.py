@@ -1,127 +1,39 @@
 """The normalization of a batch in Triton kernels, as one differentiable function with torch.library contracts.
 
-Eager code calls the kernels directly; `torch.compile` sees two operators. `iternorm.backends.triton`, and with it triton, is
-imported when it is first used.
+Eager code calls the kernels directly; where calls are recorded there are two operators. Triton is imported when the
+kernels are first used.
 """
 
-import importlib.metadata
-import re
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from iternorm.whitening import flops, groups, modes, ops
-
-# The first whose launches may depend on each other.
-_LEAST_TRITON = (3, 5)
-_launch: Any = None
-
-
-def _find_no_triton() -> str | None:
-    """Why there is no Triton for the kernels, or None. It is not imported for that."""
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        # A build under another name, such as those of torch's nightly versions.
-        return None
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is not None and tuple(map(int, found.groups())) < _LEAST_TRITON:
-        return f"they need triton {'.'.join(map(str, _LEAST_TRITON))} or newer, and {version} is installed"
-    return None
+from iternorm.whitening import flops, modes, running
+from iternorm.whitening.autograd import composed_backward
+from iternorm.whitening.dispatch import kernels
+from iternorm.whitening.settings import Running, Settings
 
 
-NO_TRITON = _find_no_triton()
-
-
-def kernels() -> Any:
-    """The Triton kernels, imported when they are first used."""
-    global _launch
-    if torch.compiler.is_compiling():
-        # A compiler guards what a global held before, and finds the module in it that it has itself imported.
-        from iternorm.backends.triton import run as launch
-
-        return launch
-    if _launch is None:
-        from iternorm.backends.triton import run as launch
-
-        _launch = launch
-    return _launch
-
-
-def no_kernels(x: Tensor, group_size: int, solver: str) -> str | None:
-    """Why the Triton kernels cannot normalize `x`, or None."""
-    if solver not in ("newton", "zca"):
-        return f"the kernels compute newton's iteration and zca, not {solver!r}"
-    if NO_TRITON is not None:
-        return NO_TRITON
-    return kernels().unsupported(x, group_size, solver)
-
-
-def are_kernels_best(x: Tensor, group_size: int, solver: str) -> bool:
-    """Whether the Triton kernels can normalize `x`, and faster than torch."""
-    return no_kernels(x, group_size, solver) is None and not kernels().by_cublas(x, group_size)
-
-
-def has_large_newton(x: Tensor, group_size: int, solver: str, num_iters: int) -> bool:
-    """Whether the iteration alone runs in kernels, for groups that are too large for the others.
-
-    A compiler sees the torch path's products, which it can place in a graph.
-    """
-    if not x.is_cuda or solver != "newton" or x.dtype == torch.float64:
-        return False
-    if modes.is_recorded(x) or modes.is_transformed():
-        return False
-    if NO_TRITON is not None or num_iters < 2 or groups.effective_size(x.shape[1], group_size) < 64:
-        return False
-    return kernels().lacking(x.device.index) is None
-
-
-# Newton's steps to convergence. A step multiplies a small eigenvalue of the normalized covariance by 9/4, so that 24
-# reach everything above 1e-8 of the trace: what lies below is rounding in the covariance itself.
-ZCA_STEPS = 24
-
-
-class Settings(NamedTuple):
-    """What the layer asks for. ZCA is Newton's iteration run to convergence, in products of fp32's accuracy."""
-
-    group_size: int
-    solver: str
-    num_iters: int
-    eps: float
-    relu: bool = False
-
-    @property
-    def steps(self) -> int:
-        return ZCA_STEPS if self.solver == "zca" else self.num_iters
-
-    @property
-    def exact(self) -> bool:
-        return self.solver == "zca"
-
-
-def whiten_fused(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings, statistics: ops.Running | None
+def whiten(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings, statistics: Running | None
 ) -> Tensor:
-    """`whiten` by Newton's iteration in Triton kernels, and the running statistics in the same launches.
+    """Whiten by Newton's iteration in Triton kernels, and update the running statistics in the same launches.
 
     Where operators are recorded the statistics are updated by ordinary ones, which a compiler joins.
     """
     if not modes.is_recorded(x):
         return whiten_eagerly(x, weight, bias, settings, statistics)
-    y, state = _WhitenCompiled.apply(x, weight, bias, settings)  # pyright: ignore[reportGeneralTypeIssues]
+    y, state = _WhitenRecorded.apply(x, weight, bias, settings)  # pyright: ignore[reportGeneralTypeIssues]
     if statistics is not None:
         mean, covariance, whitening = kernels().views(state, x.shape[1], settings.group_size, settings.steps)
         size = whitening.shape[-1]
-        ops.update_running(statistics, mean, covariance[:, :size, :size], whitening)
+        running.update(statistics, mean, covariance[:, :size, :size], whitening)
     return y
 
 
-def whiten_eagerly(x, weight, bias, settings: Settings, statistics: ops.Running | None) -> Tensor:
-    """`whiten_fused` where nothing records or transforms the call."""
+def whiten_eagerly(x, weight, bias, settings: Settings, statistics: Running | None) -> Tensor:
+    """`whiten` where nothing records or transforms the call."""
     # `_WhitenEager.apply` without what serves transforms, in half the time.
     x = torch._C._functorch.unwrap_if_dead(x)  # pyright: ignore[reportAttributeAccessIssue]
     return _apply_eager(x, weight, bias, settings, statistics)
@@ -133,11 +45,11 @@ class _WhitenEager(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, settings, statistics):
         found = kernels()
-        group_size, solver, num_iters, eps, relu = settings
-        exact = solver == "zca"
-        steps = ZCA_STEPS if exact else num_iters
+        relu = settings.relu
         with found.on_device(x.device):
-            y, state, ctx.plan = found.forward(x, weight, bias, group_size, steps, eps, statistics, exact, relu)
+            y, state, ctx.plan = found.forward(
+                x, weight, bias, settings.group_size, settings.steps, settings.eps, statistics, settings.exact, relu
+            )
         ctx.save_for_backward(x, weight, bias, state, y if relu else None)
         ctx.settings = settings
         return y
@@ -156,7 +68,7 @@ class _WhitenEager(torch.autograd.Function):
 _apply_eager: Any = super(torch.autograd.Function, _WhitenEager).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _WhitenCompiled(torch.autograd.Function):
+class _WhitenRecorded(torch.autograd.Function):
     """The kernels as two operators, which a compiler can place in a graph."""
 
     @staticmethod
@@ -185,7 +97,7 @@ class _WhitenCompiled(torch.autograd.Function):
 def _graph_backward(grad, x, weight, bias, output, needs, settings: Settings) -> list:
     if output is not None:
         grad = torch.where(output > 0, grad, 0)
-    return ops.differentiable_backward(grad, (x, weight, bias), needs[:3], settings[:4])
+    return composed_backward(grad, (x, weight, bias), needs[:3], settings)
 
 
 def _wanted(gradients, weight, bias, needs) -> tuple:
@@ -250,14 +162,7 @@ def _(grad, x, weight, state, output, group_size, num_iters, eps, exact, needs_i
     return dx, state.new_empty(0 if weight is None else x.shape[1]), state.new_empty(x.shape[1])
 
 
-def can_infer(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """The inference kernel has no gradient, and what is recorded, exported or transformed wants ordinary operators."""
-    if modes.is_recorded(x) or modes.is_transformed():
-        return False
-    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)))
-
-
-def infer_fused(
+def infer(
     x: Tensor, whitening: Tensor, mean: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, relu: bool
 ) -> Tensor:
     """y = diag(γ) W (x - μ) + β from running statistics, in one launch, and what is positive of it with `relu`."""

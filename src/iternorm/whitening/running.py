@@ -3,9 +3,22 @@
 import torch
 from torch import Tensor
 
+from iternorm.whitening import modes
+from iternorm.whitening.settings import Running
+
+
+def update(statistics: Running, mean: Tensor, covariance: Tensor, whitening: Tensor) -> None:
+    """Blend what a batch has, whichever of the two matrices is kept."""
+    value = covariance if statistics.is_covariance else whitening
+    # A function transform hands out wrapped values, which must not reach the buffers. A trace has none, and cannot save
+    # a Python function.
+    wrapped = modes.is_transformed() and not modes.is_traced()
+    apply = _Update.apply if wrapped else blend
+    apply(statistics.mean, statistics.matrix, statistics.num_batches, mean, value, statistics.momentum)
+
 
 @torch.no_grad()
-def update(
+def blend(
     running_mean: Tensor,
     running_matrix: Tensor,
     num_batches_tracked: Tensor | None,
@@ -42,17 +55,12 @@ def update(
             running.copy_(torch.lerp(current, kept, weight))
 
 
-def update_transformed(*args) -> None:
-    """`update` inside a function transform: the values are wrapped there, and wrappers must not reach the buffers."""
-    _Update.apply(*args)
-
-
 class _Update(torch.autograd.Function):
-    """No derivative, and a forward that is given the tensors themselves."""
+    """`blend` inside a function transform: no derivative, and a forward that is given the tensors themselves."""
 
     @staticmethod
     def forward(*args):
-        update(*args)
+        blend(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

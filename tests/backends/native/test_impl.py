@@ -7,8 +7,8 @@ from checks import correlated, relative_error
 import iternorm
 from iternorm import functional
 from iternorm.backends.native import build, verbs
-from iternorm.backends.torch import plain
-from iternorm.whitening import ops
+from iternorm.backends.torch import verbs as torch_verbs
+from iternorm.whitening import dispatch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,17 +22,17 @@ def _built():
 def calls(monkeypatch):
     """Which verbs ran, and where."""
     seen = []
-    for name in ("moments", "cross_moments", "affine", "affine_pair"):
-        for module in (plain, verbs):
-            function, where = getattr(module, name), module.__name__.split(".")[1]
+    for name in ("moments", "cross_moments", "apply", "apply_backward"):
+        for module in (torch_verbs, verbs):
+            function, where = getattr(module, name), module.__name__.split(".")[2]
             monkeypatch.setattr(
                 module, name, lambda *a, f=function, n=name, w=where: (seen.append(f"{w} {n}"), f(*a))[1]
             )
     return seen
 
 
-NATIVE = ["native moments", "native affine", "native cross_moments", "native affine_pair"]
-PLAIN = [name.replace("native", "plain") for name in NATIVE]
+NATIVE = ["native moments", "native apply", "native cross_moments", "native apply_backward"]
+PLAIN = [name.replace("native", "torch") for name in NATIVE]
 
 
 def channels_last(x):
@@ -149,11 +149,11 @@ def test_autocast_does_not_reach_the_kernels(calls):
 
 def test_operators_take_the_choice():
     x = torch.randn(6, 8, 5, 5)
-    for impl, module in (("native", verbs), ("torch", plain)):
+    for impl, module in (("native", verbs), ("torch", torch_verbs)):
         for a, b in zip(torch.ops.iternorm.moments(x, 4, impl), module.moments(x, 4), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
     torch.library.opcheck(torch.ops.iternorm.moments.default, (x, 4, "native"))
-    assert ops._verbs("torch", 4, x) is plain
+    assert dispatch.verbs_for("torch", 4, x) is torch_verbs
 
 
 def test_eval_and_a_copy_of_the_layer():

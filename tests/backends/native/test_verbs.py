@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from iternorm.backends.native import build, verbs
-from iternorm.backends.torch import plain
+from iternorm.backends.torch import verbs as torch_verbs
 from iternorm.timing.threads import num_threads
 from iternorm.whitening import groups
 
@@ -47,8 +47,8 @@ def all_verbs(module, x, grad, group_size, first, second, offset, mean):
     return [
         *module.moments(x, group_size),
         *module.cross_moments(grad, x, mean, group_size),
-        module.affine(x, first, offset, group_size),
-        module.affine_pair(grad, x, first, second, offset, group_size),
+        module.apply(x, first, offset, group_size),
+        module.apply_backward(grad, x, first, second, offset, group_size),
     ]
 
 
@@ -77,7 +77,7 @@ def closed_forms(x, grad, group_size, first, second, offset, mean):
     ]
 
 
-NAMES = ("mean", "covariance", "sum", "cross", "affine", "affine_pair")
+NAMES = ("mean", "covariance", "sum", "cross", "apply", "apply_backward")
 
 
 def assert_right(actual, expected, dtype, what):
@@ -172,7 +172,7 @@ def test_nothing_is_read_or_written_out_of_bounds(shape, group_size, dtype, monk
     make_results, make_workspace = verbs._results, verbs._workspace
     monkeypatch.setattr(verbs, "_results", lambda *args: tuple(inside(t) for t in make_results(*args)))
     monkeypatch.setattr(verbs, "_workspace", lambda *args: inside(make_workspace(*args)))
-    monkeypatch.setattr(plain, "empty_output", lambda x: inside(torch.empty_like(x)))
+    monkeypatch.setattr(torch_verbs, "empty_output", lambda x: inside(torch.empty_like(x)))
     x, grad = correlated(*shape, dtype=dtype), correlated(*shape, dtype=dtype)
     parameters = small(shape[1], group_size, dtype)
     expected = closed_forms(x, grad, group_size, *parameters)
@@ -216,13 +216,13 @@ def test_the_number_of_threads_does_not_change_a_bit(shape, group_size, dtype):
 @pytest.mark.parametrize("mean", [0.0, 3.0, 30.0, 1e3, -1e4])
 def test_a_large_mean_costs_no_accuracy(mean):
     for x in layouts(torch.randn(16, 8, 24, 24) + mean):
-        exact_mean, exact = plain.moments(x.double(), 8)
+        exact_mean, exact = torch_verbs.moments(x.double(), 8)
         actual_mean, actual = verbs.moments(x, 8)
         assert relative_error(actual_mean, exact_mean) < 1e-6
         assert relative_error(actual, exact) < 1e-6
         grad = torch.randn_like(x) + 1
         total, cross = verbs.cross_moments(grad, x, actual_mean, 8)
-        exact_total, exact_cross = plain.cross_moments(grad.double(), x.double(), actual_mean.double(), 8)
+        exact_total, exact_cross = torch_verbs.cross_moments(grad.double(), x.double(), actual_mean.double(), 8)
         assert relative_error(total, exact_total) < 1e-6
         assert relative_error(cross, exact_cross) < 1e-6
 
@@ -234,7 +234,7 @@ def test_first_samples_that_mislead_cost_no_accuracy():
     x[1:, :, 20:] += 1e3
     x[4:] -= 5e3
     for view in layouts(x):
-        exact = plain.moments(view.double(), 8)
+        exact = torch_verbs.moments(view.double(), 8)
         for a, e in zip(verbs.moments(view, 8), exact, strict=True):
             assert relative_error(a, e) < 1e-6
 
@@ -254,7 +254,7 @@ def test_what_is_not_a_number_is_not_lost():
             assert not mean[5].isfinite()
             assert mean[:4].isfinite().all()
             assert not covariance[1].isfinite().all()
-            y = verbs.affine(x, torch.randn(2, 4, 4), torch.zeros(8), 4)
+            y = verbs.apply(x, torch.randn(2, 4, 4), torch.zeros(8), 4)
             assert (~y.isfinite()).sum() == 4
 
 

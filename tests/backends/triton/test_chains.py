@@ -18,7 +18,7 @@ from iternorm import IterNorm2d
 from iternorm.backends.triton import devices, iteration, plan, shapes
 from iternorm.backends.triton import run as launch
 from iternorm.backends.triton import runtime as launcher
-from iternorm.whitening import ops
+from iternorm.whitening.settings import Running
 
 # Since torch 2.9.
 HAS_FP32_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")
@@ -59,7 +59,7 @@ def test_a_layer_is_one_chain_of_launches_and_no_operation_of_torch(size, num_it
     # A plan that another test made has launches of its own.
     monkeypatch.setattr(plan, "_plans", {})
     x, weight, bias = torch.randn(3, size, 7, 7), torch.ones(size), torch.zeros(size)
-    statistics = ops.Running(torch.zeros(size), torch.zeros(1, size, size), torch.tensor(0), None, False)
+    statistics = Running(torch.zeros(size), torch.zeros(1, size, size), torch.tensor(0), None, False)
     with Operations() as operations:
         _, state, found = launch.forward(x, weight, bias, size, num_iters, 1e-5, statistics)
         launch.backward(x, x, weight, state, found, 1e-5, True)

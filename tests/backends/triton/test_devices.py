@@ -17,10 +17,12 @@ if torch.cuda.is_available():
 from checks import relative_error
 from triton import OutOfResources
 
-from iternorm import IterNorm2d, functional, reference
+from iternorm import IterNorm2d, reference
 from iternorm.backends.triton import devices, plan, shapes
 from iternorm.backends.triton import runtime as launcher
-from iternorm.whitening import fused
+from iternorm.whitening import dispatch
+from iternorm.whitening.dispatch import Backend
+from iternorm.whitening.settings import Settings
 
 GPUS = {
     "V100": (7, 0, 98304),
@@ -50,40 +52,43 @@ def activation(channels=64):
         return torch.empty(4, channels, 5, 5, device="cuda:0")
 
 
+def chosen(impl, x, group_size):
+    return dispatch.choose(Settings(group_size, impl=impl), x)
+
+
 @pytest.mark.parametrize("name", ["A100", "RTX 4090", "H200"])
 def test_auto_takes_the_kernels_from_ampere_on(name, gpu):
     gpu(name)
-    assert functional.choose_impl("auto", activation(), 64, "newton") == "triton"
-    assert fused.has_large_newton(activation(256), 256, "newton", 5)
+    assert chosen("auto", activation(), 64) is Backend.TRITON
 
 
 @pytest.mark.parametrize(("name", "has"), [("V100", "7.0"), ("T4", "7.5")])
 def test_an_older_gpu_gets_torch_and_who_asks_for_the_kernels_the_reason(name, has, gpu):
     gpu(name)
-    assert functional.choose_impl("auto", activation(), 64, "newton") == "auto"
-    assert not fused.has_large_newton(activation(256), 256, "newton", 5)
+    assert chosen("auto", activation(), 64) is Backend.VERBS
     with pytest.raises(ValueError, match=f'capability 8.0 or above, and {name} has {has}; use impl="auto"'):
-        functional.choose_impl("triton", activation(), 64, "newton")
+        chosen("triton", activation(), 64)
 
 
 def test_a_gpu_of_amd_gets_torch(gpu, monkeypatch):
     gpu("H200")
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert functional.choose_impl("auto", activation(), 64, "newton") == "auto"
+    assert chosen("auto", activation(), 64) is Backend.VERBS
     with pytest.raises(ValueError, match="they are for NVIDIA's GPUs"):
-        functional.choose_impl("triton", activation(), 64, "newton")
+        chosen("triton", activation(), 64)
 
 
-def test_large_activations_in_wide_groups_are_left_to_cublas_in_fp32(gpu):
+def test_large_activations_in_wide_groups_are_left_to_cublas_in_fp32(gpu, monkeypatch):
     gpu("H200")
+    # Fake tensors stand for real ones here.
+    monkeypatch.setattr(dispatch.modes, "is_recorded", lambda *tensors: False)
     with FakeTensorMode():
         x = torch.empty(64, 1024, 14, 14, device="cuda:0")
-        assert functional.choose_impl("auto", x, 1024, "newton") == "auto"
-        assert fused.has_large_newton(x, 1024, "newton", 5)
-        assert functional.choose_impl("triton", x, 1024, "newton") == "triton"
-        assert functional.choose_impl("auto", x, 128, "newton") == "triton"
-        assert functional.choose_impl("auto", x.new_empty(8, 1024, 14, 14), 1024, "newton") == "triton"
-        assert functional.choose_impl("auto", x.new_empty(x.shape, dtype=torch.bfloat16), 1024, "newton") == "triton"
+        assert chosen("auto", x, 1024) is Backend.TRITON_ITERATION
+        assert chosen("triton", x, 1024) is Backend.TRITON
+        assert chosen("auto", x, 128) is Backend.TRITON
+        assert chosen("auto", x.new_empty(8, 1024, 14, 14), 1024) is Backend.TRITON
+        assert chosen("auto", x.new_empty(x.shape, dtype=torch.bfloat16), 1024) is Backend.TRITON
 
 
 @pytest.mark.parametrize(
@@ -98,11 +103,10 @@ def test_large_activations_in_wide_groups_are_left_to_cublas_in_fp32(gpu):
 )
 def test_an_old_triton_is_no_triton(version, reason, monkeypatch, gpu):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    assert fused._find_no_triton() == reason
-    monkeypatch.setattr(fused, "NO_TRITON", reason)
+    assert dispatch.find_no_triton() == reason
+    monkeypatch.setattr(dispatch, "NO_TRITON", reason)
     gpu("H200")
-    assert functional.choose_impl("auto", activation(), 64, "newton") == ("triton" if reason is None else "auto")
-    assert fused.has_large_newton(activation(256), 256, "newton", 5) == (reason is None)
+    assert chosen("auto", activation(), 64) is (Backend.TRITON if reason is None else Backend.VERBS)
 
 
 def test_a_launch_is_called_as_its_triton_wants():

@@ -12,7 +12,8 @@ from checks import assert_same_state, relative_error, state_of, worst
 from gpu_checks import BUDGETS, activation, errors, layer_for
 
 from iternorm import DecorrelatedBatchNorm2d, IterNorm2d, reference
-from iternorm.whitening import fused
+from iternorm.whitening import dispatch
+from iternorm.whitening.settings import Settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,8 +79,7 @@ def test_groups_that_are_left_to_cublas_against_fp64(name, precision):
     precision(setting)
     x = activation((4000, 1100), dtype)
     # Their iteration runs in kernels unless torch is asked for.
-    assert not fused.are_kernels_best(x, 1100, "newton")
-    assert fused.has_large_newton(x, 1100, "newton", 5)
+    assert dispatch.choose(Settings(1100), x) is dispatch.Backend.TRITON_ITERATION
     found = errors(layer_for(x.shape, group_size=None, impl="auto"), x, torch.randn_like(x))
     assert worst(found) < budget, found
 

@@ -11,7 +11,7 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
 from iternorm.backends.triton import devices, plan, shapes
-from iternorm.whitening import fused
+from iternorm.whitening import fused, settings
 
 # Shape, group size, number of steps, channels_last.
 CASES = [
@@ -154,7 +154,7 @@ def test_rounding_cannot_make_zca_diverge():
     raw = (upper @ upper.T + upper @ lower.T + lower @ upper.T) / 512
     assert torch.linalg.eigvalsh(raw.double())[0] < -1e-6
     regularized = raw + 1e-5 * torch.eye(16)
-    steps = fused.ZCA_STEPS
+    steps = settings.ZCA_STEPS
     assert not solvers.newton(regularized, steps).isfinite().all()
     whitening = solvers.newton(regularized + shapes.jitter(2) * torch.diag(raw.diagonal()), steps)
     assert whitening.isfinite().all()

@@ -8,9 +8,10 @@ import torch
 from checks import assert_same_state, correlated, state_of
 from torch import nn
 
-from iternorm import DecorrelatedBatchNorm2d, IterNorm2d, SyncIterNorm, functional
+from iternorm import DecorrelatedBatchNorm2d, IterNorm2d, SyncIterNorm
+from iternorm.layers import base
 from iternorm.models import convert
-from iternorm.whitening import collective, fused
+from iternorm.whitening import collective, dispatch, fused, validation
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -35,7 +36,7 @@ def used_layer(**arguments) -> IterNorm2d:
 def straight(monkeypatch):
     """How many batches went to the kernels, and how many of them by way of the checks."""
     counts = {"whitened": 0, "checked": 0}
-    whiten, check = fused.whiten_eagerly, functional.check_input
+    whiten, check = fused.whiten_eagerly, validation.check_input
 
     def whiten_counted(*args):
         counts["whitened"] += 1
@@ -46,7 +47,7 @@ def straight(monkeypatch):
         check(x)
 
     monkeypatch.setattr(fused, "whiten_eagerly", whiten_counted)
-    monkeypatch.setattr(functional, "check_input", check_counted)
+    monkeypatch.setattr(validation, "check_input", check_counted)
     return counts
 
 
@@ -153,14 +154,14 @@ def test_a_layer_of_zca_goes_straight_to_the_kernels(straight):
 
 def test_a_process_group_that_begins_between_two_batches_is_asked(monkeypatch):
     # On a GPU "auto" is the kernels.
-    monkeypatch.setattr(functional, "choose_impl", lambda *_: "triton")
+    monkeypatch.setattr(dispatch, "choose", lambda *_: dispatch.Backend.TRITON)
     layer = SyncIterNorm(8, group_size=4)
     layer(batch())
     layer(batch())
     group = object()
     monkeypatch.setattr(collective, "active_group", lambda _: group)
     monkeypatch.setattr(SyncIterNorm, "forward", IterNorm2d.forward)
-    monkeypatch.setattr(functional, "normalize", lambda *args: args[-1])
+    monkeypatch.setattr(base, "normalize", lambda x, weight, bias, settings, *rest: settings.process_group)
     assert layer(batch()) is group
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from iternorm.analysis.conditioning import covariance
 from iternorm.experiments.demo import page as demo_report
 from iternorm.experiments.demo import runs as demo
-from iternorm.layers.base import DecorrelatedBatchNorm1d
+from iternorm.layers.norms import DecorrelatedBatchNorm1d
 from iternorm.networks.models import MLP
 
 

@@ -1,4 +1,4 @@
-"""The four verbs of `iternorm.backends.torch.plain` in C: the same functions, for dense activations in fp32 and fp64.
+"""The four verbs of `iternorm.backends.torch.verbs` in C: the same functions, for dense activations in fp32 and fp64.
 
 `moments` always subtracts a pilot, the mean of the first positions of a chunk, and `cross_moments` the mean itself, so
 that a large mean costs no accuracy. Results do not depend on the number of threads.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from iternorm.backends.native import build
-from iternorm.backends.torch import plain
+from iternorm.backends.torch import verbs as torch_verbs
 from iternorm.whitening import groups
 
 # The smallest groups that the kernels are faster on than torch, by layout: measured on 32x128x28x28, one core of an AMD
@@ -66,7 +66,7 @@ def _is_rows(x: Tensor) -> bool | None:
     if x.is_contiguous():
         # Planes of one position are rows of channels.
         return x.numel() == x.shape[0] * x.shape[1]
-    return True if plain.is_channels_last(x) else None
+    return True if torch_verbs.is_channels_last(x) else None
 
 
 def can_read(*activations: Tensor) -> bool:
@@ -105,12 +105,12 @@ def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tup
     return total, cross
 
 
-def affine(x: Tensor, matrix: Tensor, offset: Tensor, group_size: int) -> Tensor:
+def apply(x: Tensor, matrix: Tensor, offset: Tensor, group_size: int) -> Tensor:
     """y = A x + c for each group: A ``[G, d, d]``, c ``[C]`` (math.md, Eq. 2)."""
     return _map([x], [matrix], offset, group_size)
 
 
-def affine_pair(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offset: Tensor, group_size: int) -> Tensor:
+def apply_backward(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offset: Tensor, group_size: int) -> Tensor:
     """dx = A dy + B x + c for each group, in the memory format of x (math.md, Eq. 24)."""
     return _map([x, grad], [second, first], offset, group_size)
 
@@ -118,7 +118,7 @@ def affine_pair(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offset: 
 def _map(inputs: list[Tensor], matrices: list[Tensor], offset: Tensor, group_size: int) -> Tensor:
     x = inputs[0]
     library, shape = build.library(x.dtype), _shape(x, group_size)
-    result = plain.empty_output(x)
+    result = torch_verbs.empty_output(x)
     # Kept until the call is over: the kernels know addresses only.
     matrices, offset = [m.contiguous() for m in matrices], offset.contiguous()
     terms = _Terms(count=len(inputs))

@@ -1,6 +1,6 @@
 """The launches of Newton's iteration for groups above 64 in order: 3 T - 2 forward, 3 T - 1 backward for T steps.
 
-They are part of a layer's chain (`iternorm.backends.triton.run`), or a chain of their own for given covariances: `solve` and
+They are part of a layer's chain (`run.py`), or a chain of their own for given covariances: `solve` and
 `solve_backward`.
 """
 

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-# Of `iternorm.whitening.ops.Running`, where none is kept.
+# Of a `Running`, where none is kept.
 _NOT_RUNNING: Any = (None,) * 5
 
 
@@ -85,7 +85,7 @@ def _parts_of(state: Any, plan: Plan) -> tuple:
 def forward(
     x, weight, bias, group_size, num_iters, eps, running=None, exact=False, relu=False, zeroed=False
 ) -> tuple[Tensor, Tensor, Plan]:
-    """Whiten a batch, and update `running` (an `iternorm.whitening.ops.Running`, or None). `relu` keeps what is positive.
+    """Whiten a batch, and update `running` (a `Running`, or None). `relu` keeps what is positive.
 
     `zeroed` clears the state first: its parts have gaps between them, and an operator's outputs must not be arbitrary.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from iternorm.backends.torch import plain
+from iternorm.backends.torch import verbs as torch_verbs
 from iternorm.backends.triton.devices import lacking, tf32_allowed
 from iternorm.whitening import groups
 
@@ -91,7 +91,7 @@ def placed(x: Tensor, group_size: int) -> Tensor:
 
 
 def _is_rows(x: Tensor) -> bool:
-    return plain.is_channels_last(x) or (x.ndim == 3 and x.transpose(1, 2).is_contiguous())
+    return torch_verbs.is_channels_last(x) or (x.ndim == 3 and x.transpose(1, 2).is_contiguous())
 
 
 def padded_size(size: int) -> int:

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 
 from iternorm.analysis.conditioning import condition_number, covariance, effective_rank, spectrum
 from iternorm.experiments.data.digits import Digits, load_digits
-from iternorm.layers.base import DecorrelatedBatchNorm1d, IterNorm1d
+from iternorm.layers.norms import DecorrelatedBatchNorm1d, IterNorm1d
 from iternorm.networks.models import MLP, NormFactory
 from iternorm.report.provenance import provenance
 from iternorm.timing.threads import num_threads

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from iternorm.functional import choose_impl
 from iternorm.layers.base import WhiteningNorm
+from iternorm.whitening.dispatch import Backend, choose
 from iternorm.whitening.groups import effective_size
+from iternorm.whitening.settings import Settings
 
 # What is summed over examples: their losses, whether each is wrong, whether its class is not among the five likeliest.
 NUM_SCORES = 3
@@ -146,8 +147,8 @@ def _waits(layer: WhiteningNorm) -> bool:
     """Eigendecompositions read their error codes on the host; ZCA in the kernels has none."""
     if layer.solver != "zca":
         return layer.solver == "pca"
-    size = effective_size(layer.num_features, layer.group_size)
-    return choose_impl(layer.impl, _like(layer), size, "zca") != "triton"
+    settings = Settings(effective_size(layer.num_features, layer.group_size), "zca", impl=layer.impl)
+    return choose(settings, _like(layer)) is not Backend.TRITON
 
 
 def _like(layer: WhiteningNorm) -> Tensor:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from iternorm.layers.base import WhiteningNorm, _Rank2d, _Rank3d
+from iternorm.layers.base import WhiteningNorm
+from iternorm.layers.norms import _Rank2d, _Rank3d
 from iternorm.models import replace
 from iternorm.models.features import DecorrelatedLinear
 from iternorm.models.fold import dataflow

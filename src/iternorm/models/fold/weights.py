@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from iternorm.layers.base import WhiteningNorm, _Rank2d, _Rank3d
+from iternorm.layers.base import WhiteningNorm
+from iternorm.layers.norms import _Rank2d, _Rank3d
 from iternorm.models.fold import dataflow
-from iternorm.whitening import groups, ops
+from iternorm.whitening import groups
+from iternorm.whitening.autograd import fold_affine
 
 
 def eval_map(norm: WhiteningNorm) -> tuple[Tensor, Tensor]:
@@ -28,7 +30,7 @@ def eval_map(norm: WhiteningNorm) -> tuple[Tensor, Tensor]:
     size = groups.effective_size(norm.num_features, norm.group_size)
     weight, bias = (None if p is None else p.detach().double() for p in (norm.weight, norm.bias))
     mean = norm.running_mean.detach().double()
-    blocks, offset = ops.fold_affine(norm.whitening_matrix().double(), mean, weight, bias, size)
+    blocks, offset = fold_affine(norm.whitening_matrix().double(), mean, weight, bias, size)
     parts = groups.parts(norm.num_features, norm.group_size)
     return torch.block_diag(*(block for part in parts for block in part.of(blocks))), offset
 

@@ -48,7 +48,7 @@ def standard_rivals(
     The paper whitens all channels together, so its IterNorm figures stand beside the rows whose group is all channels.
     It does not state the group of its DBN: the figure stands beside the group of 16 that DBN is used with.
     """
-    from iternorm.layers.base import DecorrelatedBatchNorm2d, IterNorm2d
+    from iternorm.layers.norms import DecorrelatedBatchNorm2d, IterNorm2d
 
     conv = partial(nn.Conv2d, num_channels, num_channels, kernel_size=3, padding=1, bias=False)
     rivals = [Rival("conv3x3", conv, "cudnn convolution"), Rival("BatchNorm2d", partial(nn.BatchNorm2d, num_channels))]

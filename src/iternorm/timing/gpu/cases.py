@@ -50,7 +50,7 @@ class CudaRival(Rival):
 
 def rivals_for(shape: Shape, dtype: torch.dtype, quick: bool = False) -> list[CudaRival]:
     """The rivals on one activation, alike for both layouts."""
-    from iternorm.layers.base import DecorrelatedBatchNorm2d, IterNorm2d
+    from iternorm.layers.norms import DecorrelatedBatchNorm2d, IterNorm2d
 
     channels = shape[1]
     single = dtype == torch.float32

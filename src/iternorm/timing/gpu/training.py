@@ -40,7 +40,7 @@ class Norm(NamedTuple):
 
 
 def norms(quick: bool = False) -> list[Norm]:
-    from iternorm.layers.base import DecorrelatedBatchNorm2d, IterNorm2d
+    from iternorm.layers.norms import DecorrelatedBatchNorm2d, IterNorm2d
 
     found = [Norm("BatchNorm2d", nn.BatchNorm2d), Norm("IterNorm d=64", partial(IterNorm2d, group_size=64))]
     if not quick:

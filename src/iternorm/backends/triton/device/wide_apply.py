@@ -1,7 +1,7 @@
 """Maps of groups too wide for one program: a program has a block of the output's channels, and a run of samples.
 
 For groups above 128 channels, and for matrices that a GPU has no room for as a whole. Blocks are those of
-`iternorm.backends.triton.device.wide_moments`; what `iternorm.backends.triton.device.apply` does for smaller groups is done here block by block.
+`wide_moments`; what `apply` does for smaller groups is done here block by block.
 """
 
 # A checker takes the language of the kernels for Python.

@@ -1,7 +1,7 @@
 """Moments of groups too wide for one program: a program has a pair of blocks of channels, and a run of samples.
 
 For groups above 128 channels. Their matrices are cut into blocks of `BC` channels; `BD` is the group size rounded up to
-whole blocks. What `iternorm.backends.triton.device.moments` does for smaller groups is done here block by block. The blocks of one run
+whole blocks. What `moments` does for smaller groups is done here block by block. The blocks of one run
 fall to programs that run side by side, so that most of what they read is in the cache.
 """
 

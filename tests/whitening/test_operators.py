@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from checks import correlated
+from checks import correlated, covariance_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from iternorm.whitening import ops
+from iternorm.whitening import operators
 
 OPCHECKS = ("test_schema", "test_faketensor")
 
@@ -44,7 +45,22 @@ def test_operators_keep_their_contracts(shape, memory, dtype):
         torch.library.opcheck(op.default, args, test_utils=OPCHECKS)
 
 
-def test_operators_and_plain_functions_are_the_same_code():
+def test_the_dispatcher_is_asked_only_where_calls_are_recorded():
+    seen = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
     x = correlated(6, 10, 3, 3)
-    for direct, dispatched in zip(ops._moments_op._init_fn(x, 4), torch.ops.iternorm.moments(x, 4), strict=True):
-        torch.testing.assert_close(direct, dispatched, rtol=0, atol=0)
+    direct = operators.call(operators.moments, x, 4)
+    assert not seen
+    with Recorder():
+        recorded = operators.call(operators.moments, x, 4)
+    assert torch.ops.iternorm.moments.default in seen
+    for ours, theirs in zip(direct, recorded, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    mean, covariance = direct
+    torch.testing.assert_close(mean, x.mean((0, 2, 3)))
+    torch.testing.assert_close(covariance[0], covariance_of(x[:, :4]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checks import SHAPES, by_group, correlated, padded, peak_bytes, relative_error
 
-from iternorm.backends.torch import plain
+from iternorm.backends.torch import verbs as torch_verbs
 from iternorm.whitening import groups
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -36,8 +36,8 @@ def tolerance(dtype):
 @pytest.mark.parametrize(("shape", "group_size"), SHAPES)
 def test_moments(shape, group_size, dtype, poisoned_memory):
     for name, x in formats(correlated(*shape, dtype=dtype)):
-        mean, covariance = plain.moments(x, group_size)
-        assert mean.dtype == covariance.dtype == plain.compute_dtype(dtype), name
+        mean, covariance = torch_verbs.moments(x, group_size)
+        assert mean.dtype == covariance.dtype == torch_verbs.compute_dtype(dtype), name
         blocks = by_group(x, group_size)
         expected = [torch.cov(b, correction=0).view(len(b), len(b)) for b in blocks]
         size = groups.effective_size(shape[1], group_size)
@@ -51,7 +51,7 @@ def test_moments(shape, group_size, dtype, poisoned_memory):
 def test_maps_and_cross_moments(shape, group_size, dtype, poisoned_memory):
     x, grad = correlated(*shape, dtype=dtype), correlated(*shape, dtype=dtype)
     size, count = groups.effective_size(shape[1], group_size), groups.num_groups(shape[1], group_size)
-    compute = plain.compute_dtype(dtype)
+    compute = torch_verbs.compute_dtype(dtype)
     # The padding of a smaller last group must not be read, so it holds NaN.
     first, second = torch.full((2, count, size, size), torch.nan, dtype=compute)
     for part in groups.parts(shape[1], group_size):
@@ -74,14 +74,14 @@ def test_maps_and_cross_moments(shape, group_size, dtype, poisoned_memory):
     means = mean.double().split(group_size)
     cross = [g @ (b - m[:, None]).T for g, b, m in zip(grad_blocks, x_blocks, means, strict=True)]
     for name, x_in in formats(x):
-        y = plain.affine(x_in, first, offset, group_size)
+        y = torch_verbs.apply(x_in, first, offset, group_size)
         assert y.dtype == dtype
         assert relative_error(y, expected) < tolerance(dtype), name
         for grad_name, grad_in in formats(grad):
             both = f"x {name}, dy {grad_name}"
-            pair = plain.affine_pair(grad_in, x_in, first, second, offset, group_size)
+            pair = torch_verbs.apply_backward(grad_in, x_in, first, second, offset, group_size)
             assert relative_error(pair, expected_pair) < tolerance(dtype), both
-            total, product = plain.cross_moments(grad_in, x_in, mean, group_size)
+            total, product = torch_verbs.cross_moments(grad_in, x_in, mean, group_size)
             limit = 1e-13 if dtype == torch.float64 else 2e-6
             assert relative_error(total, torch.cat([g.sum(1) for g in grad_blocks])) < 2 * limit, both
             assert relative_error(product, padded(cross, size)) < 2 * limit, both
@@ -92,11 +92,11 @@ def test_the_memory_format_is_kept(shape):
     memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
     matrix, offset = torch.randn(2, 4, 4), torch.randn(8)
     for x in (torch.randn(shape), torch.randn(shape).to(memory_format=memory_format)):
-        y = plain.affine(x, matrix, offset, 4)
+        y = torch_verbs.apply(x, matrix, offset, 4)
         assert y.stride() == x.stride()
         # The gradient for x is laid out as x, whatever the layout of dy.
         for grad in (torch.randn(shape), torch.randn(shape).to(memory_format=memory_format)):
-            assert plain.affine_pair(grad, x, matrix, matrix, offset, 4).stride() == x.stride()
+            assert torch_verbs.apply_backward(grad, x, matrix, matrix, offset, 4).stride() == x.stride()
 
 
 @pytest.mark.parametrize("mean", [0.0, 3.0, 30.0, 1e3, -1e4])
@@ -105,25 +105,25 @@ def test_second_moments_keep_their_accuracy_under_a_large_mean(mean, pilot, monk
     # Eq. 3-4. The second case is what a device takes, where looking at the sums afterwards would wait for them.
     x = (torch.randn(16, 8, 24, 24) + mean).contiguous()
     for view in (x, x.to(memory_format=torch.channels_last), x[:, :, 0, 0]):
-        exact = plain.moments(view.double(), 8)
+        exact = torch_verbs.moments(view.double(), 8)
         if pilot:
             parts = groups.parts(8, 8)
-            layout = plain._layout(plain.as_planes(view), parts[0])
-            planes = layout.view(plain.as_planes(view))
-            moments = plain._moments_about(layout, planes, layout.first_mean(planes))
+            layout = torch_verbs._layout(torch_verbs.as_planes(view), parts[0])
+            planes = layout.view(torch_verbs.as_planes(view))
+            moments = torch_verbs._moments_about(layout, planes, layout.first_mean(planes))
         else:
-            moments = plain.moments(view, 8)
+            moments = torch_verbs.moments(view, 8)
         assert relative_error(moments[0], exact[0]) < 2e-6
         assert relative_error(moments[1], exact[1]) < 2e-5
 
 
 def test_sums_are_split_over_tiles_and_no_sample_is_lost(monkeypatch):
     # Tiles small enough that every loop over them runs more than once, with a remainder.
-    monkeypatch.setattr(plain, "_TILE", 64)
+    monkeypatch.setattr(torch_verbs, "_TILE", 64)
     x = correlated(7, 10, 5, 3)
     for name, view in formats(x):
         for dtype in (torch.float64, torch.float32):
-            mean, covariance = plain.moments(view.to(dtype), 4)
+            mean, covariance = torch_verbs.moments(view.to(dtype), 4)
             blocks = by_group(x, 4)
             assert relative_error(mean, torch.cat([b.mean(1) for b in blocks])) < 1e-6, name
             expected = padded([torch.cov(b, correction=0) for b in blocks], 4)
@@ -132,7 +132,7 @@ def test_sums_are_split_over_tiles_and_no_sample_is_lost(monkeypatch):
 
 def test_empty_memory_is_written(poisoned_memory):
     for x in (torch.randn(5, 70, 3, 3), torch.randn(5, 70, 9, 9).to(memory_format=torch.channels_last)):
-        y = plain.affine(x, torch.randn(2, 64, 64), torch.randn(70), 64)
+        y = torch_verbs.apply(x, torch.randn(2, 64, 64), torch.randn(70), 64)
         assert y.isfinite().all()
 
 
@@ -146,10 +146,10 @@ def test_no_verb_copies_the_activation(shape, channels_last, dtype):
     matrix, offset = torch.randn(-(-shape[1] // 64), 64, 64), torch.randn(shape[1])
     # In units of an fp32 activation, which is what a centred or transposed copy would take: tiles are widened.
     whole, output = x.numel() * 4, x.numel() * x.element_size()
-    assert peak_bytes(lambda: plain.moments(x, 64)) < 0.6 * whole
-    assert peak_bytes(lambda: plain.cross_moments(x, x, offset, 64)) < 0.6 * whole
-    assert peak_bytes(lambda: plain.affine(x, matrix, offset, 64)) - output < 0.4 * whole
-    assert peak_bytes(lambda: plain.affine_pair(x, x, matrix, matrix, offset, 64)) - output < 0.5 * whole
+    assert peak_bytes(lambda: torch_verbs.moments(x, 64)) < 0.6 * whole
+    assert peak_bytes(lambda: torch_verbs.cross_moments(x, x, offset, 64)) < 0.6 * whole
+    assert peak_bytes(lambda: torch_verbs.apply(x, matrix, offset, 64)) - output < 0.4 * whole
+    assert peak_bytes(lambda: torch_verbs.apply_backward(x, x, matrix, matrix, offset, 64)) - output < 0.5 * whole
 
 
 @pytest.mark.parametrize("channels", [64, 128])
@@ -160,6 +160,6 @@ def test_a_gradient_in_another_memory_format_is_not_copied_whole(channels):
     matrix, offset = torch.randn(channels // 64, 64, 64), torch.randn(channels)
     whole = contiguous.numel() * 4
     for x, grad in ((contiguous, channels_last), (channels_last, contiguous), (contiguous, pooled)):
-        assert peak_bytes(partial(plain.cross_moments, grad, x, offset, 64)) < 0.4 * whole
-        extra = peak_bytes(partial(plain.affine_pair, grad, x, matrix, matrix, offset, 64)) - whole
+        assert peak_bytes(partial(torch_verbs.cross_moments, grad, x, offset, 64)) < 0.4 * whole
+        extra = peak_bytes(partial(torch_verbs.apply_backward, grad, x, matrix, matrix, offset, 64)) - whole
         assert extra < 0.4 * whole

@@ -2,7 +2,8 @@
 
 The activation is read where it lies: no transposed and no centred copy of it is made. Work goes tile by tile through a
 workspace of a fraction of the activation, in fp32 for half and bfloat16 input. There is no autograd here: these are
-the forward and backward passes that `iternorm.whitening.ops` joins. Matrices are padded ``[G, d, d]`` (see `iternorm.whitening.groups`).
+the forward and backward passes that `iternorm.whitening.autograd` joins. Matrices are padded ``[G, d, d]`` (see
+`iternorm.whitening.groups`).
 """
 
 from collections.abc import Iterator
@@ -119,12 +120,12 @@ def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tup
     return torch.cat(sums), pad(crosses)
 
 
-def affine(x: Tensor, matrix: Tensor, offset: Tensor, group_size: int) -> Tensor:
+def apply(x: Tensor, matrix: Tensor, offset: Tensor, group_size: int) -> Tensor:
     """y = A x + c for each group: A ``[G, d, d]``, c ``[C]`` (math.md, Eq. 2)."""
     return _map([x], [matrix], offset, group_size)
 
 
-def affine_pair(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offset: Tensor, group_size: int) -> Tensor:
+def apply_backward(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offset: Tensor, group_size: int) -> Tensor:
     """dx = A dy + B x + c for each group, in the memory format of x (math.md, Eq. 24)."""
     return _map([x, grad], [second, first], offset, group_size)
 

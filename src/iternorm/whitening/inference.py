@@ -1,0 +1,39 @@
+"""Eval: the verb `apply` on running statistics, in operators that every exporter knows."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from iternorm.backends.torch import verbs as torch_verbs
+from iternorm.whitening import groups
+from iternorm.whitening.autograd import fold_affine
+from iternorm.whitening.operators import no_autocast
+
+
+def apply(
+    x: Tensor, whitening: Tensor, mean: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int
+) -> Tensor:
+    """The third verb on given statistics, as one grouped 1x1 convolution (one more for a smaller last group).
+
+    Built of ordinary operators, so that it exports, and differentiable in everything but the statistics.
+    """
+    spatial = max(x.ndim - 2, 1)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
+    dtype = torch_verbs.compute_dtype(x.dtype)
+    with no_autocast(x):
+        matrix, offset = fold_affine(whitening, mean, weight, bias, group_size)
+        activation = (x.unsqueeze(2) if x.ndim == 2 else x).to(dtype)
+        outputs = [
+            convolve(
+                activation[:, part.channels],
+                part.of(matrix).reshape(part.count * part.size, part.size, *(1,) * spatial),
+                offset[part.channels],
+                groups=part.count,
+            )
+            for part in groups.parts(x.shape[1], group_size)
+        ]
+    y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous():
+        # A grouped conv3d on the CPU returns contiguous memory; a no-op where it kept the input's format.
+        y = y.contiguous(memory_format=torch.channels_last_3d)
+    return (y.squeeze(2) if x.ndim == 2 else y).to(x.dtype)

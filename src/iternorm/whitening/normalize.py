@@ -1,0 +1,72 @@
+"""The way into the operation: a batch and what is asked of it, to the backend that computes it."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from iternorm.backends.torch import verbs as torch_verbs
+from iternorm.whitening import autograd, by_reference, dispatch, fused, inference, running
+from iternorm.whitening.dispatch import Backend
+from iternorm.whitening.settings import Running, Settings
+
+
+def normalize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    settings: Settings,
+    statistics: Running | None,
+    training: bool,
+    backend: Backend | None = None,
+) -> Tensor:
+    """Normalize `x` by its own statistics, which `statistics` then takes in, or in eval by those.
+
+    Args:
+        x: ``[N, C, ...]``, checked.
+        weight: ``[C]``, or None.
+        bias: ``[C]``, or None.
+        settings: what is asked for.
+        statistics: running statistics to update, or to use; None keeps none.
+        training: use the statistics of the batch. Without running ones they are always used.
+        backend: what `dispatch.choose` says, where it has been asked already.
+    """
+    if backend is None:
+        backend = dispatch.choose(settings, x)
+    if settings.process_group is None and x.numel() == 0:
+        # Nothing to whiten and nothing to learn from: gradients of zero, and the statistics stay.
+        planes = autograd.scale_and_shift(torch_verbs.as_planes(x.clone()), weight, bias)
+        return _activated(planes.view(x.shape), settings)
+    if not training and statistics is not None:
+        return _infer(x, weight, bias, settings, statistics, backend)
+    if settings.process_group is None and x.numel() == x.shape[1]:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {list(x.shape)}; "
+            "use a larger batch, or eval mode"
+        )
+    if backend is Backend.TRITON:
+        return fused.whiten(x, weight, bias, settings, statistics)
+    if backend is Backend.REFERENCE:
+        y, mean, covariance, whitening = by_reference.whiten(x, weight, bias, settings)
+    elif backend is Backend.COMPOSED:
+        y, mean, covariance, whitening = autograd.composed(x, weight, bias, settings)
+    else:
+        kernel_iteration = backend is Backend.TRITON_ITERATION
+        y, mean, covariance, whitening = autograd.whiten(x, weight, bias, settings, kernel_iteration)
+    if statistics is not None:
+        running.update(statistics, mean, covariance, whitening)
+    return _activated(y, settings)
+
+
+def _infer(x, weight, bias, settings: Settings, statistics: Running, backend: Backend) -> Tensor:
+    with torch.no_grad():
+        dtype = torch_verbs.compute_dtype(x.dtype)
+        whitening, mean = statistics.matrix.to(dtype), statistics.mean.to(dtype)
+        if statistics.is_covariance:
+            whitening, _ = autograd.inverse_sqrt(whitening, x.shape[1], settings)
+    if dispatch.has_inference_kernel(backend, x, weight, bias):
+        return fused.infer(x, whitening, mean, weight, bias, settings.group_size, settings.relu)
+    return _activated(inference.apply(x, whitening, mean, weight, bias, settings.group_size), settings)
+
+
+def _activated(y: Tensor, settings: Settings) -> Tensor:
+    return F.relu(y) if settings.relu else y

@@ -1,0 +1,86 @@
+"""Arguments that layers and functions have in common: each is checked in one place, with one message."""
+
+import numbers
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IMPLS = ("auto", "triton", "native", "torch", "reference")
+ACTIVATIONS = ("relu",)
+
+
+def check_input(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"input must be a tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"input has dtype {x.dtype}; convert it to a floating-point dtype, e.g. input.float()")
+    if not 2 <= x.ndim <= 5:
+        raise ValueError(f"expected an input of 2 to 5 dimensions [N, C, ...], got {x.ndim}: shape {list(x.shape)}")
+    if x.shape[1] == 0:
+        raise ValueError(f"input has no channels: shape {list(x.shape)}; the second dimension must be at least 1")
+
+
+def integer(name: str, value: Any, meaning: str) -> int:
+    """A Python int of anything that counts as one (numpy's integers do), but not of a bool."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name}={value!r} is not an integer; give {meaning}")
+
+
+def number(name: str, value: Any, meaning: str) -> float:
+    """A Python float of a real number (numpy's are), but not of a bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} is not a number; give {meaning}")
+    return float(value)
+
+
+def check_group_size(group_size: Any) -> int | None:
+    if group_size is None:
+        return None
+    result = integer("group_size", group_size, "the number of channels a group, or None")
+    if result < 1:
+        raise ValueError(f"group_size={group_size} must be at least 1; use None to whiten all channels together")
+    return result
+
+
+def check_num_iters(num_iters: Any) -> int:
+    result = integer("num_iters", num_iters, "the number of Newton steps, 5 by default")
+    if result < 0:
+        raise ValueError(f"num_iters={num_iters} must be at least 0; the paper uses 5")
+    return result
+
+
+def check_solver(solver: str) -> None:
+    if solver not in ("zca", "pca", "cholesky"):
+        raise ValueError(f"solver={solver!r} is not known; choose one of 'zca', 'pca', 'cholesky'")
+
+
+def check_eps(eps: Any) -> float:
+    result = number("eps", eps, "a small positive one, 1e-5 by default")
+    if not 0 < result < float("inf"):
+        raise ValueError(f"eps={eps} must be positive and finite; it keeps the covariance invertible, 1e-5 by default")
+    return result
+
+
+def check_momentum(momentum: Any) -> float | None:
+    if momentum is None:
+        return None
+    result = number("momentum", momentum, "one from 0 to 1, or None for the average of all")
+    if not 0 <= result <= 1:
+        raise ValueError(f"momentum={momentum} must be from 0 to 1; None is the average of all batches")
+    return result
+
+
+def check_impl(impl: str) -> None:
+    if impl not in IMPLS:
+        raise ValueError(f"impl={impl!r} is not known; choose one of {', '.join(map(repr, IMPLS))}")
+
+
+def check_activation(activation: str | None) -> None:
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f'activation={activation!r} is not known; use "relu", or None and a module after the layer')
