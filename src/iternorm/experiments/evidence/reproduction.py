@@ -262,7 +262,7 @@ def _how(made: Mapping[str, Any]) -> str:
         known.append(made["precision"])
     if made.get("compile"):
         known.append("compiled")
-    return ", ".join(known) or ("eager" if "compile" in made else "unknown")
+    return ", ".join(known) or "unknown"
 
 
 def _data(finished: Iterable[Result]) -> list[Block]:

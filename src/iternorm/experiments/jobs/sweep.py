@@ -196,7 +196,8 @@ def execute(experiment: Experiment, config: Config, context: Context, threads: i
             if context.folder.exists() and all(path.name == stopwatch_file for path in context.folder.iterdir()):
                 shutil.rmtree(context.folder)
             raise
-        made = {**provenance(context.device), "compile": context.compile, **context.record}
+        how = {"processes": num_processes(), "compile": context.compile}
+        made = {**provenance(context.device), **how, **context.record}
         return Result(experiment.home, config, rows, stopwatch.seconds, made)
 
 
@@ -211,6 +212,11 @@ def conclude(experiment: Experiment, result: Result, root: Path, taken: Taken) -
     return Outcome(experiment, result.config, path, "ran", result, taken.set_aside)
 
 
+def num_processes() -> int:
+    """How many processes `torchrun` started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def is_first_process() -> bool:
     """Whether this process speaks for all that `torchrun` started; true without it."""
     return int(os.environ.get("RANK", "0")) == 0
@@ -220,7 +226,7 @@ class _Ranks:
     """The processes that `torchrun` started, or this one alone."""
 
     def __init__(self, device: str) -> None:
-        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.size = num_processes()
         self.is_first = is_first_process()
         self._state = None
         if self.size > 1:
