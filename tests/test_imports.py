@@ -15,9 +15,8 @@ PACKAGE = Path(iternorm.__file__).parent
 # of a room that has a place of its own.
 ORDER = [
     ["whitening.groups", "whitening.modes"],
-    ["backends"],
     ["solvers"],
-    ["reference"],
+    ["backends", "reference"],
     ["whitening"],
     ["functional"],
     ["layers"],

@@ -107,6 +107,16 @@ def test_files_that_documents_name_exist(name):
         assert module in known, module
 
 
+def test_files_in_the_drawing_of_a_step_exist():
+    drawing = text_of("DESIGN.md").partition("## A training step")[2].partition("The backward enters")[0]
+    files = re.findall(r"[\w/]+\.py", drawing)
+    assert len(files) >= 6
+    package = ROOT / "src" / "iternorm"
+    for name in files:
+        # A name alone is a neighbour of the one before, in whitening/.
+        assert (package / name).is_file() or (package / "whitening" / name).is_file(), name
+
+
 def test_every_decision_is_a_dated_record_in_the_index():
     folder = ROOT / "docs" / "decisions"
     index = (folder / "README.md").read_text(encoding="utf-8")

@@ -1,8 +1,9 @@
 """Compile a layer's kernels for a GPU that is not there.
 
-    python compile_for.py CAPABILITY SHARED_BYTES exact|tf32|bf16|fp16 rows|planes [GROUP_SIZE] [relu]
+    python compile_for.py CAPABILITY SHARED_BYTES exact|tf32|bf16|fp16 rows|planes [GROUP_SIZE] [relu] [many]
 
-Prints, for each launch, its name, the samples of a tile, its stages, and what it asks for of shared memory.
+With `many`, for 24 steps in place of 5. Prints, for each launch, its name, the samples of a tile, its stages, and what
+it asks for of shared memory.
 """
 
 import sys
@@ -51,13 +52,14 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
         if layout == "rows":
             x = x.to(memory_format=torch.channels_last)
         weight = torch.empty(2 * size, device="cuda:0")
-        made = plan.plan_for(x, weight, weight, size, 5, None, relu="relu" in more)
+        made = plan.plan_for(x, weight, weight, size, 24 if "many" in more else 5, None, relu="relu" in more)
     names = ("moments", "reduce", "cross_moments", "cross_reduce", "apply")
-    iterates = (
-        ("whiten", "whiten_backward")
-        if made.iteration is None
-        else (*iteration.COMBINATIONS, "differentiate", "apply_backward")
-    )
+    if made.iteration is None:
+        iterates = ("whiten", "whiten_backward")
+    else:
+        iterates = (*iteration.COMBINATIONS, "differentiate", "apply_backward")
+        if "many" in more:
+            iterates += ("settle", *(iteration.WATCHED + name for name in ("step", "last_step", "pair", "last_pair")))
     for name in (*names, *iterates):
         launch = made.launches[name]
         print(name, launch.constants.get("BL"), launch.constants.get("STAGES"), launch.prepared[0].metadata.shared)

@@ -63,7 +63,7 @@ def test_half_precision_stays_finite(dtype, num_iters):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_channel_twice_and_a_constant_one_stay_finite(impl):
-    # Eigenvalues are zero without any rounding: nothing but the number of steps bounds what they are multiplied by.
+    # Here eigenvalues are zero without any rounding: only the number of steps bounds what they are multiplied by.
     x = 30 * torch.randn(8, 4, 5, 5)
     x = torch.cat([x, x, torch.full((8, 1, 5, 5), 1000.0)], 1).requires_grad_()
     layer = IterNorm2d(9, num_iters=300, impl=impl)

@@ -2,13 +2,15 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from iternorm.solvers import most_steps
 from iternorm.whitening.collective import Group
 
-# Newton's steps to convergence. A step multiplies a small eigenvalue of the normalized covariance by 9/4, so that 24
-# reach everything above 1e-8 of the trace: what lies below is rounding in the covariance itself.
-ZCA_STEPS = 24
+# Newton's steps to convergence, 24. A step multiplies a small eigenvalue of the normalized covariance by 9/4, so that
+# they reach everything above 1e-8 of the trace: what lies below is rounding in the covariance itself.
+ZCA_STEPS = most_steps(torch.float32)
 
 
 class Settings(NamedTuple):
@@ -35,7 +37,7 @@ class Settings(NamedTuple):
     @property
     def steps(self) -> int:
         """Steps of the iteration in kernels, for which ZCA is the iteration run to convergence."""
-        return ZCA_STEPS if self.solver == "zca" else self.num_iters
+        return ZCA_STEPS if self.solver == "zca" else min(self.num_iters, ZCA_STEPS)
 
     @property
     def exact(self) -> bool:

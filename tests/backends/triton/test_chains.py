@@ -67,7 +67,7 @@ def test_a_layer_is_one_chain_of_launches_and_no_operation_of_torch(size, num_it
     assert operations.names <= MEMORY
 
 
-@pytest.mark.parametrize("num_iters", [0, 1, 4])
+@pytest.mark.parametrize("num_iters", [0, 1, 4, 15])
 def test_the_iteration_alone_is_one_chain_each_way(num_iters, monkeypatch):
     chains = []
     monkeypatch.setattr(launcher.Launches, "run", lambda self, stream, names, arguments: chains.append(names))
@@ -75,7 +75,11 @@ def test_the_iteration_alone_is_one_chain_each_way(num_iters, monkeypatch):
     with Operations() as operations:
         whitening, saved = iteration.solve(covariance, num_iters)
         iteration.solve_backward(covariance, covariance, whitening, saved, num_iters)
-    assert [len(names) for names in chains] == [max(1, 3 * num_iters - 2), max(2, 3 * num_iters - 1)]
+    # The steps after the twelfth are watched.
+    settled = ["settle"] * max(0, num_iters - 12)
+    assert [name for name in chains[0] if name == "settle"] == settled
+    forward = max(1, 3 * num_iters - 2) + len(settled)
+    assert [len(names) for names in chains] == [forward, max(2, 3 * num_iters - 1)]
     assert operations.names <= MEMORY
 
 

@@ -190,6 +190,9 @@ def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):
         ("RTX 4090", ("tf32", "rows", "256")),
         # Whole matrices ask for 136 KiB there, in the smallest tiles.
         ("RTX 4090", ("tf32", "planes", "128")),
+        # Steps that are watched, in one program and by launches.
+        ("RTX 4090", ("tf32", "rows", "64", "many")),
+        ("A100", ("exact", "planes", "128", "many")),
     ],
 )
 def test_the_kernels_compile_for_other_gpus(name, arguments, tmp_path):

@@ -1,7 +1,7 @@
 """The launches of Newton's iteration for groups above 64 in order: 3 T - 2 forward, 3 T - 1 backward for T steps.
 
-They are part of a layer's chain (`run.py`), or a chain of their own for given covariances: `solve` and
-`solve_backward`.
+A step that is watched (`device/newton.py`) is one more forward. The launches are part of a layer's chain
+(`run.py`), or a chain of their own for given covariances: `solve` and `solve_backward`.
 """
 
 import functools
@@ -11,13 +11,16 @@ import torch
 import triton
 from torch import Tensor
 
-from iternorm.backends.triton.device.large import combine, differentiate
+from iternorm import solvers
+from iternorm.backends.triton.device.large import combine, differentiate, settle
 from iternorm.backends.triton.device.large_ends import blend, finish, prepare, start
 from iternorm.backends.triton.runtime import Launch, Launches, on_device
-from iternorm.backends.triton.shapes import INTERPRETED, parts, precision, slots_of
+from iternorm.backends.triton.shapes import INTERPRETED, is_watched, parts, precision, slots_of
 
 # Small tiles, that there be many: 14 launches at N = 512 took 70 us with tiles of 32x32, 173 with 64x64, on an H200.
 BLOCK, STAGES = 32, 3
+# How the names of launches that multiply by the R of a watched step begin.
+WATCHED = "watched_"
 # What `combine` does beside its first product, by the name of the launch.
 COMBINATIONS = {
     "product": (),
@@ -83,7 +86,7 @@ class Iteration:
     @property
     def forward_work(self) -> int:
         """Those that `forward` wants for itself."""
-        return self._step + self._count
+        return (2 if is_watched(self._num_iters) else 1) * self._step + self._count
 
     @property
     def backward_work(self) -> int:
@@ -101,18 +104,23 @@ class Iteration:
             return [("start", (covariance, absent, absent, whitening, eps))]
         kept = self._places(saved, slots_of(steps))
         residuals, iterates = kept[:steps], kept[steps:]
-        between, scale = self._places(work, 2)
+        # A step that is watched has R in `following` first.
+        between, *following, scale = self._places(work, 3 if is_watched(steps) else 2)
         calls: list[Call] = [("start", (covariance, residuals[0], scale, iterates[0], eps))]
         nothing = (absent, absent)
         for k in range(1, steps):
             before, residual, iterate = residuals[k - 1], residuals[k], iterates[k - 1]
+            watched = k >= solvers.UNWATCHED_STEPS
+            target = following[0] if watched else residual
             calls.append(("step", (before, before, *nothing, before, absent, *nothing, between, 0.25, -1.5)))
-            calls.append(("step", (before, between, *nothing, before, absent, *nothing, residual, 1.0, 2.25)))
+            calls.append(("step", (before, between, *nothing, before, absent, *nothing, target, 1.0, 2.25)))
+            if watched:
+                calls.append(("settle", (target, before, residual)))
             product = (iterate, residual, *nothing, iterate)
             if k < steps - 1:
-                calls.append(("step", (*product, absent, *nothing, iterates[k], -0.5, 1.5)))
+                calls.append((_name("step", k), (*product, absent, *nothing, iterates[k], -0.5, 1.5)))
             else:
-                calls.append(("last_step", (*product, scale, *nothing, whitening, -0.5, 1.5)))
+                calls.append((_name("last_step", k), (*product, scale, *nothing, whitening, -0.5, 1.5)))
         return calls
 
     def blend(self, covariance, whitening, mean, variance, buffers: tuple, counter, batches, momentum: float) -> Call:
@@ -151,9 +159,9 @@ class Iteration:
             d_residual, other_residual = other_residual, d_residual
             products = (d_iterate, residual, iterate, d_residual, d_iterate, absent)
             if k < steps - 1:
-                calls.append(("pair", (*products, absent, absent, other_iterate, -0.5, 1.5)))
+                calls.append((_name("pair", k), (*products, absent, absent, other_iterate, -0.5, 1.5)))
             else:
-                calls.append(("last_pair", (*products, kept[0], sums, other_iterate, -0.5, 1.5)))
+                calls.append((_name("last_pair", k), (*products, kept[0], sums, other_iterate, -0.5, 1.5)))
             d_iterate, other_iterate = other_iterate, d_iterate
         calls.append(("finish", (d_iterate, covariance, sums, result, eps, factor)))
         return calls
@@ -181,11 +189,16 @@ class Iteration:
                 # At a depth of 64 two warps run out of registers (seen in the compiler's report, not timed).
                 words = {**words, "DEPTH": 32}
             return self._launch(differentiate, (fp32,) * 4, 0, words)
+        if name == "settle":
+            words = {**self._matrices, "PADDED": self._groups["PADDED"]}
+            return self._launch(settle, (fp32,) * 3, 0, words)
         if name == "blend":
             return self._make_blend()
-        wanted = COMBINATIONS[name]
+        wanted = COMBINATIONS[name.removeprefix(WATCHED)]
         words = {word: word in wanted for word in ("SECOND", "ADDED", "SCALED", "SUMMED")}
         second, added, scaled, summed = words.values()
+        words["WATCHED"] = name.startswith(WATCHED)
+        words["PADDED"] = self._groups["PADDED"]
         present = (True, True, second, second, added, scaled, summed, summed, True)
         pointers = tuple(fp32 if there else None for there in present)
         return self._launch(combine, pointers, 2, {**self._products, "D": self._size, **words})
@@ -214,10 +227,15 @@ class Iteration:
         )
 
 
+def _name(combination: str, k: int) -> str:
+    """Of the launch that multiplies by R_k."""
+    return WATCHED + combination if k >= solvers.UNWATCHED_STEPS else combination
+
+
 def solve(covariance: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
     """The whitening matrices of covariances ``[G, N, N]`` with eps, and what the backward needs."""
     count, size, _ = covariance.shape
-    chain = _chain_for(count, size, num_iters, covariance.device, precision(parts(torch.float32)))
+    chain = _chain_for(count, size, num_iters, covariance.device, precision(parts(torch.float32), num_iters))
     covariance = covariance.contiguous()
     whitening = torch.empty_like(covariance)
     saved = covariance.new_empty(chain.iteration.saved)
@@ -229,7 +247,7 @@ def solve(covariance: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
 def solve_backward(grad: Tensor, covariance: Tensor, whitening: Tensor, saved: Tensor, num_iters: int) -> Tensor:
     """The symmetric gradient for the covariance, given the gradient for the whitening matrix (math.md, Eq. 10-12)."""
     count, size, _ = covariance.shape
-    chain = _chain_for(count, size, num_iters, covariance.device, precision(parts(torch.float32)))
+    chain = _chain_for(count, size, num_iters, covariance.device, precision(parts(torch.float32), num_iters))
     result = covariance.new_empty(count, size, size)
     work = covariance.new_empty(chain.iteration.backward_work)
     given = (grad.contiguous(), covariance.contiguous(), whitening.contiguous(), saved)

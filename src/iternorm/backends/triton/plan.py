@@ -21,6 +21,7 @@ from iternorm.backends.triton.shapes import (
     LARGEST_WHOLE,
     Tiles,
     block_of,
+    is_watched,
     jitter,
     newton_parts,
     newton_range,
@@ -114,7 +115,7 @@ class Plan:
         self.iteration: Iteration | None = None
         if shape.padded > LARGEST_NEWTON:
             sizes = (shape.num_groups, shape.group_size, shape.padded, shape.channels, key.num_iters)
-            self.iteration = Iteration(*sizes, precision(key.split), key.device, key.weight, key.running)
+            self.iteration = Iteration(*sizes, precision(key.split, key.num_iters), key.device, key.weight, key.running)
         self.quick = x.is_cuda and not INTERPRETED
         # A layer uses few of these: each is compiled when it is first launched.
         self.launches = Launches(self._make)
@@ -304,7 +305,10 @@ class Plan:
 
     @property
     def _products(self) -> dict[str, Any]:
-        return {"JITTER": jitter(self.key.split) if self.key.exact else 0.0, "NEWTON": self.newton_parts}
+        exact, split = self.key.exact, self.key.split
+        # ZCA's variances are raised, which keeps its eigenvalues positive.
+        watched = is_watched(self.key.num_iters) and not exact
+        return {"JITTER": jitter(split) if exact else 0.0, "NEWTON": self.newton_parts, "WATCHED": watched}
 
     @property
     def kept(self) -> torch.dtype:

@@ -10,6 +10,7 @@ Matrices are ``[G, N, N]``, contiguous, fp32, and zero beyond the group. Whiteni
 import triton
 import triton.language as tl
 
+from iternorm.backends.triton.device.newton import total
 from iternorm.backends.triton.device.tiles import follow
 
 
@@ -48,8 +49,10 @@ def tile_of(N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def total(tile):
-    return tl.sum(tl.sum(tile, 1), 0)
+def trace_of(ptr, size, eps, N: tl.constexpr, PADDED: tl.constexpr):
+    """tr(Σ + eps I) of a group."""
+    i = tl.arange(0, PADDED)
+    return tl.sum(tl.where(i < size, tl.load(ptr + i * (N + 1), mask=i < size, other=0.0) + eps, 0.0), 0)
 
 
 @triton.jit
@@ -67,6 +70,7 @@ def combine(
     gamma,
     N: tl.constexpr,
     D: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
@@ -75,13 +79,14 @@ def combine(
     ADDED: tl.constexpr,
     SCALED: tl.constexpr,
     SUMMED: tl.constexpr,
+    WATCHED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """alpha (A B + C D) + gamma E, the second product and E where wanted.
 
     `SCALED`: times a factor of the group, stored as a whitening matrix. `SUMMED`: the sum of its products with the
-    elements of R_0 is added to the tile's.
+    elements of R_0 is added to the tile's. `WATCHED`: B is an R, and where that has stopped the result is E.
     """
     follow(PDL)
     rows, columns, group = tile_of(N, BLOCK)
@@ -98,7 +103,10 @@ def combine(
             acc = tl.dot(left, right, acc, input_precision=PRECISION)
     acc = alpha * acc
     if ADDED:
-        acc += gamma * load_block(e_ptr + matrix, rows, columns, N, WHOLE)
+        added = load_block(e_ptr + matrix, rows, columns, N, WHOLE)
+        acc += gamma * added
+        if WATCHED:
+            acc = tl.where(trace_of(b_ptr + matrix, N, 0.0, N, PADDED) < 0.5, added, acc)
     if SUMMED:
         place = sums_ptr + group * tl.num_programs(0) + tl.program_id(0)
         residual = load_block(residual_ptr + matrix, rows, columns, N, WHOLE)
@@ -108,6 +116,27 @@ def combine(
         store_block(out_ptr + group * D * D, rows, columns, acc, D, WHOLE and D == N)
     else:
         store_block(out_ptr + matrix, rows, columns, acc, N, WHOLE)
+
+
+@triton.jit
+def settle(
+    following_ptr,
+    residual_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The R that follows another, or zero where its trace has fallen: see `device/newton.py`."""
+    follow(PDL)
+    rows, columns, group = tile_of(N, BLOCK)
+    matrix = group * N * N
+    level = trace_of(following_ptr + matrix, N, 0.0, N, PADDED)
+    stopped = level < tl.maximum(trace_of(residual_ptr + matrix, N, 0.0, N, PADDED) - 0.5, 0.5)
+    block = load_block(following_ptr + matrix, rows, columns, N, WHOLE)
+    store_block(out_ptr + matrix, rows, columns, tl.where(stopped, 0.0, block), N, WHOLE)
 
 
 @triton.jit

@@ -9,8 +9,8 @@ and running statistics are ``[G, D, D]``.
 import triton
 import triton.language as tl
 
-from iternorm.backends.triton.device.large import load_block, load_flipped, store_block, tile_of, total
-from iternorm.backends.triton.device.newton import all_finite
+from iternorm.backends.triton.device.large import load_block, load_flipped, store_block, tile_of, trace_of
+from iternorm.backends.triton.device.newton import all_finite, total
 from iternorm.backends.triton.device.tiles import follow
 
 
@@ -18,13 +18,6 @@ from iternorm.backends.triton.device.tiles import follow
 def identity_of(rows, columns, size):
     """A tile of the identity of the channels that a group has."""
     return tl.where((rows[:, None] == columns[None, :]) & (rows[:, None] < size), 1.0, 0.0)
-
-
-@triton.jit
-def trace_of(ptr, size, eps, N: tl.constexpr, PADDED: tl.constexpr):
-    """tr(Σ + eps I) of a group."""
-    i = tl.arange(0, PADDED)
-    return tl.sum(tl.where(i < size, tl.load(ptr + i * (N + 1), mask=i < size, other=0.0) + eps, 0.0), 0)
 
 
 @triton.jit

@@ -9,6 +9,9 @@ Products are of matrices in parts (`PARTS`, chosen by `shapes.newton_parts`): on
 and takes half its time; two, or three of bfloat16, for fp32's accuracy; 0 is a product in fp32, for the interpreter. A
 float16 product of a matrix takes it from the registers that the product before left it in. What is kept is the parts:
 the backward's products take them from shared memory as they come.
+
+Many steps are `WATCHED`: where the trace of R falls the iteration stops, and R is zero from then on (docs/math.md,
+section 3, "Many steps").
 """
 
 # A checker takes the language of the kernels for Python.
@@ -23,6 +26,12 @@ from iternorm.backends.triton.device.products import above, dot_of_parts, in_par
 def finite(x):
     """Neither infinite nor NaN."""
     return tl.abs(x) <= 3.4028234663852886e38
+
+
+@triton.jit
+def total(tile):
+    """The sum of a tile's elements."""
+    return tl.sum(tl.sum(tile, 1), 0)
 
 
 @triton.jit
@@ -103,7 +112,17 @@ def power_of_two(a, largest: tl.constexpr):
 
 
 @triton.jit
-def iterate(covariance, trace, identity, kept_ptr, keeps, BD: tl.constexpr, T: tl.constexpr, PARTS: tl.constexpr):
+def iterate(
+    covariance,
+    trace,
+    identity,
+    kept_ptr,
+    keeps,
+    BD: tl.constexpr,
+    T: tl.constexpr,
+    PARTS: tl.constexpr,
+    WATCHED: tl.constexpr,
+):
     """Z_T of a covariance: its inverse square root times that of its trace, after `T` steps (Eq. 5-9).
 
     The program that `keeps` writes R_0..R_{T-1} and Z_1..Z_{T-1} for the backward.
@@ -116,21 +135,30 @@ def iterate(covariance, trace, identity, kept_ptr, keeps, BD: tl.constexpr, T: t
         z = 1.5 * z - 0.5 * residual
     if T > 1:
         r1, r2, r3 = split(residual, PARTS)
+        # Z <- factor Z - 1/2 Z R.
+        factor = 1.5
+        if WATCHED:
+            level = total(residual * identity)
         for k in range(1, T):
             z1, z2, z3 = split(z, PARTS)
             square, step = stacked_product(r1, r2, r3, z1, z2, z3, r1, r2, r3, PARTS)
-            z = 1.5 * z - 0.5 * step
+            z = factor * z - 0.5 * step
             s1, s2, s3 = split(0.25 * square - 1.5 * residual, PARTS)
             if keeps:
                 keep_matrix(kept_ptr, k - 1, tile, r1, r2, r3, BD, PARTS)
                 z1, z2, z3 = split(z, PARTS)
                 keep_matrix(kept_ptr, T + k - 1, tile, z1, z2, z3, BD, PARTS)
             residual = 2.25 * residual + product(s1, s2, s3, r1, r2, r3, PARTS)
+            if WATCHED:
+                before, level = level, total(residual * identity)
+                stopped = level < tl.maximum(before - 0.5, 0.5)
+                residual = tl.where(stopped, 0.0, residual)
+                factor = tl.where(stopped, 1.0, 1.5)
             r1, r2, r3 = split(residual, PARTS)
         if keeps:
             keep_matrix(kept_ptr, T - 1, tile, r1, r2, r3, BD, PARTS)
         z1, z2, z3 = split(z, PARTS)
-        z = 1.5 * z - 0.5 * product(z1, z2, z3, r1, r2, r3, PARTS)
+        z = factor * z - 0.5 * product(z1, z2, z3, r1, r2, r3, PARTS)
     return z
 
 
@@ -145,6 +173,7 @@ def differentiate(
     BD: tl.constexpr,
     T: tl.constexpr,
     PARTS: tl.constexpr,
+    WATCHED: tl.constexpr,
     LARGEST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -177,8 +206,11 @@ def differentiate(
             e1, e2, e3 = split(d_iterate, PARTS)
             mixed = product(e1, e2, e3, n1, n2, n3, PARTS)
             mixed = dot_of_parts(z1, z2, z3, d1, d2, d3, mixed, PARTS)
-            d_iterate = 1.5 * d_iterate - 0.5 * mixed
+            following = 1.5 * d_iterate - 0.5 * mixed
+            if WATCHED:
+                following = tl.where(total(n1.to(tl.float32) * identity) < 0.5, d_iterate, following)
+            d_iterate = following
         if T > 1:
             d_iterate *= 1.0 / scale
-        through_trace += tl.sum(tl.sum(d_iterate * normalized, 1), 0)
+        through_trace += total(d_iterate * normalized)
     return d_iterate - through_trace * identity

@@ -52,6 +52,7 @@ def whiten_forward(
     RELU: tl.constexpr,
     JITTER: tl.constexpr,
     NEWTON: tl.constexpr,
+    WATCHED: tl.constexpr,
     PARTS: tl.constexpr,
     BIG: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -83,7 +84,7 @@ def whiten_forward(
     covariance = raw + (eps + JITTER * raw) * identity
     trace = tl.sum(tl.sum(covariance * identity, 1), 0)
     keeps = program == tl.num_programs(0) - 1
-    z = iterate(covariance, trace, identity, iterates_ptr + group * STRIDE, keeps, BD, T, NEWTON)
+    z = iterate(covariance, trace, identity, iterates_ptr + group * STRIDE, keeps, BD, T, NEWTON, WATCHED)
     whitening = z * tl.rsqrt(trace)
     if keeps:
         tl.store(whitening_ptr + target, whitening, mask=inside)
@@ -142,6 +143,7 @@ def whiten_backward(
     RELU: tl.constexpr,
     JITTER: tl.constexpr,
     NEWTON: tl.constexpr,
+    WATCHED: tl.constexpr,
     NEWTON_STAGES: tl.constexpr,
     PARTS: tl.constexpr,
     BIG: tl.constexpr,
@@ -191,6 +193,7 @@ def whiten_backward(
         BD,
         T,
         NEWTON,
+        WATCHED,
         LARGEST,
         NEWTON_STAGES,
     )
