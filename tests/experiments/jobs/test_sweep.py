@@ -132,6 +132,18 @@ def test_what_a_job_notes_is_kept_with_its_result(counting, tmp_path):
     assert second.result.provenance["data"]["classes"] == 2
 
 
+def test_the_commit_is_that_of_the_code_that_ran(counting, tmp_path, monkeypatch):
+    commits = iter(["first", "second", "third", "fourth", "fifth"])
+    monkeypatch.setattr(sweep, "provenance", lambda device="cpu": {"commit": next(commits), "device": device})
+    sweep._commit.cache_clear()
+    try:
+        found = [outcome.result.provenance["commit"] for outcome in swept(counting, tmp_path)]
+    finally:
+        sweep._commit.cache_clear()
+    # A checkout that moves on while jobs run changes nothing of the code in memory.
+    assert found == ["first", "first"]
+
+
 def test_a_resumed_jobs_time_is_that_of_all_its_processes(counting, tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: clock[0])

@@ -4,6 +4,7 @@ Any number of processes may run at once on one results folder. Under `torchrun` 
 time: the first one claims it, decides, saves and reports, and tells the others what it decided.
 """
 
+import functools
 import os
 import shutil
 import time
@@ -184,6 +185,8 @@ def context_for(
 def execute(experiment: Experiment, config: Config, context: Context, threads: int | None = None) -> Result:
     """Run a job here and now. A folder without a checkpoint is not left behind where it fails."""
     stopwatch = Stopwatch(context.folder, keeps=is_first_process())
+    # Before the run: the commit may have moved on when it ends.
+    commit = _commit()
 
     def step(done: int, total: int, **values: Any) -> None:
         stopwatch.keep()
@@ -196,7 +199,7 @@ def execute(experiment: Experiment, config: Config, context: Context, threads: i
             if context.folder.exists() and all(path.name == stopwatch_file for path in context.folder.iterdir()):
                 shutil.rmtree(context.folder)
             raise
-        how = {"processes": num_processes(), "compile": context.compile}
+        how = {"commit": commit, "processes": num_processes(), "compile": context.compile}
         made = {**provenance(context.device), **how, **context.record}
         return Result(experiment.home, config, rows, stopwatch.seconds, made)
 
@@ -210,6 +213,12 @@ def conclude(experiment: Experiment, result: Result, root: Path, taken: Taken) -
         return Outcome(experiment, result.config, path, "failed", set_aside=taken.set_aside, error=error)
     shutil.rmtree(registry.work_folder(root, experiment.home, result.config), ignore_errors=True)
     return Outcome(experiment, result.config, path, "ran", result, taken.set_aside)
+
+
+@functools.cache
+def _commit() -> str | None:
+    """The commit of the code that this process runs."""
+    return provenance()["commit"]
 
 
 def num_processes() -> int:
