@@ -1,4 +1,4 @@
-"""Second-order statistics of an activation and what they say of its conditioning: covariance in, one value out.
+"""Second-order statistics of an activation, and the measures of its conditioning that follow from them.
 
 Channels are dimension 1 of an activation ``[N, C, ...]``; samples are everything else. Covariances are biased (1/m),
 as in the layers, and may carry leading batch dimensions ``[..., C, C]``.
@@ -14,7 +14,7 @@ _BAND = 256
 
 
 class Moments(NamedTuple):
-    """Sufficient statistics of all that this module measures, of a stream as well as of one batch."""
+    """Sufficient statistics for everything this module measures, for a stream as well as for one batch."""
 
     num_samples: int
     # [C]
@@ -68,7 +68,7 @@ def update_moments(total: Moments | None, samples: Tensor) -> Moments:
         torch.mul(shift, (total.num_samples * count / num_samples) ** 0.5, out=centered[count])
         mean = total.mean + shift * (count / num_samples)
         scatter = total.scatter
-    # torch has no symmetric rank-k update: bands that reach from the diagonal to the right are half of the products.
+    # torch has no symmetric rank-k update. Computing bands from the diagonal to the right saves half of the products.
     for start in range(0, num_channels, _BAND):
         band = slice(start, start + _BAND)
         scatter[band, start:].addmm_(centered[:, band].T, centered[:, start:])
@@ -110,7 +110,8 @@ def condition_number(covariance: Tensor) -> Tensor:
     """The largest eigenvalue divided by the smallest: 1 for white data, ``inf`` where a direction has no variance.
 
     A smallest eigenvalue within rounding error of zero (√C · the dtype's epsilon · the largest, the size of a matrix of
-    independent rounding errors) counts as zero: a rank-deficient covariance has no number that rounding decides.
+    independent rounding errors) counts as zero, so that rounding does not decide the condition number of a
+    rank-deficient covariance.
 
     Example:
         >>> condition_number(torch.diag(torch.tensor([4.0, 1.0])))

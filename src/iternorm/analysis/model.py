@@ -22,7 +22,7 @@ ALTERNATIVES = (
     iter_norm(7, group_size=64),
 )
 
-# Samples that SND is watched on, and the fewest mini-groups to draw batches from.
+# Samples that SND is estimated on, and the fewest mini-groups to draw batches from.
 _NOISE_SAMPLES = 256
 _MINI_GROUPS = 64
 
@@ -47,12 +47,12 @@ def analyze(
 
     For each layer: condition number, mean absolute correlation and effective rank of input and output; the Stochastic
     Normalization Disturbance (SND) of the layer's own operation and of the alternatives by batch size, and what the
-    alternatives would do to the conditioning; the drift of the running statistics. Nothing grows with the number of
-    batches. The model is left as it was (modes, buffers, random states, hooks), after an exception too.
+    alternatives would do to the conditioning; the drift of the running statistics. Memory does not grow with the number
+    of batches. The model is left as it was (modes, buffers, random states, hooks), also after an exception.
 
     Covariances are taken over all examples of the pass, in fp32 for half and single precision. For SND the sums of
     mini-groups of examples over all their positions are kept (a common divisor of `batch_sizes` examples each), and
-    batches are put together from them; drawing B of only K examples makes SND smaller by about √(1 - B/K). The order of
+    batches are assembled from them; drawing B of only K examples makes SND smaller by about √(1 - B/K). The order of
     the examples should be random.
 
     Args:
@@ -87,7 +87,7 @@ def analyze(
     """
     if mode not in ("train", "eval"):
         raise ValueError(f"mode is {mode!r}, but 'train' or 'eval' is needed")
-    # Numpy's integers, too, go into the result as Python's own: it is written as JSON.
+    # The result is written as JSON, which takes Python's integers but not numpy's.
     batch_sizes, draws = [operator.index(size) for size in batch_sizes], operator.index(draws)
     if draws < 2:
         raise ValueError(f"draws is {draws}, but 2 or more batches are needed to see a spread")
@@ -170,7 +170,7 @@ def _stream(
                 try:
                     _run(model, batch, forward)
                 except Exception as error:
-                    # A solver that fails on NaN says so less clearly than the name of the layer that got it.
+                    # Name the layer whose input has a NaN: a solver that fails on it would say less.
                     _check_finite(finite, index, error)
                     raise
             _check_finite(finite, index, None)

@@ -56,7 +56,7 @@ class Whitening:
             raise ValueError(f"num_iters is {self.num_iters}, but 0 or more is needed")
         if not self.eps >= 0:
             raise ValueError(f"eps is {self.eps}, but 0 or more is needed")
-        # Python's own numbers, of numpy's too.
+        # Numpy's numbers become Python's.
         size = None if self.group_size is None else operator.index(self.group_size)
         for name, value in (
             ("group_size", size),
@@ -94,8 +94,8 @@ class Whitening:
     def whitening(self, covariance: Tensor) -> Tensor:
         """The whitening matrices of covariances ``[..., d, d]``, to whose diagonals eps is added here."""
         iterated = self.solver == "newton" or covariance.shape[-1] == 1
-        # fp64: an eigenvalue of zero (a batch smaller than the group) has to stay below eps, which rounding in fp32 of
-        # the largest eigenvalue may exceed.
+        # fp64: the rounding error of the largest eigenvalue may exceed eps in fp32, and an eigenvalue of zero (a batch
+        # smaller than the group) has to stay below eps.
         regularized = covariance.clone() if iterated else covariance.to(torch.float64, copy=True)
         regularized.diagonal(dim1=-2, dim2=-1).add_(self.eps)
         if covariance.shape[-1] == 1:
@@ -132,7 +132,7 @@ class Whitening:
         return maps
 
     def normalized_covariance(self, covariance: Tensor) -> Tensor:
-        """The covariance ``[C, C]`` of the output, where the data are normalized by the statistics of all of them."""
+        """The covariance ``[C, C]`` of the output if the data are normalized by their own statistics."""
         whitening = self.whitening_blocks(covariance)
         half = multiply_blocks(whitening, covariance)
         return multiply_blocks(whitening, half.mT)
@@ -155,7 +155,7 @@ def multiply_blocks(blocks: list[Tensor], matrix: Tensor) -> Tensor:
 
 
 def batch_norm(eps: float = 1e-5) -> Whitening:
-    """BatchNorm: every channel a group of its own."""
+    """BatchNorm: every channel is its own group."""
     return Whitening("newton", 1, 0, eps)
 
 

@@ -1,4 +1,4 @@
-"""The page of a model's analysis: a table, curves over depth, and a fold-out panel a layer."""
+"""The page of a model's analysis: a table, curves over depth, and a fold-out panel for each layer."""
 
 from collections.abc import Callable, Mapping
 from html import escape
@@ -39,7 +39,7 @@ def _layers(analysis: ModelAnalysis) -> str:
 
 
 def _with_signs(rows: list[list[str]]) -> list[list[str]]:
-    """Rows of a page: it has a sign for infinity, which not every terminal has. The first cell is a name."""
+    """Rows for a page, which has a sign for infinity; not every terminal has one. The first cell is a name."""
     return [[row[0], *("∞" if cell == "inf" else cell for cell in row[1:])] for row in rows]
 
 
@@ -105,7 +105,7 @@ def _panel(layer: LayerAnalysis, opened: bool) -> str:
         y_log=True,
     )
     noise = {layer.operation: layer.noise} if layer.noise else {}
-    # The layer's own curve stands for the alternative that is the same operation.
+    # An alternative that equals the layer's own operation gets no second curve.
     noise |= {a.operation: a.noise for a in layer.alternatives if a.operation != layer.operation}
     parts = [spectra]
     if any(noise.values()):

@@ -1,4 +1,4 @@
-"""What is kept of a stream of activations to see the noise of batches: sums of mini-groups, and single samples."""
+"""What is kept of a stream of activations to estimate batch noise: sums of mini-groups, and single samples."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -59,7 +59,7 @@ class SamplePool:
 
 
 class StatisticsPool:
-    """Sums of mini-groups of examples over all their positions, from which the statistics of batches are put together.
+    """Sums of mini-groups of examples over all their positions, from which the statistics of batches are assembled.
 
     A batch of B examples is B / `examples` mini-groups. Mini-groups are formed in the order of the stream, and a
     uniform sample of them is kept (algorithm R). Sums are fp64: their differences are covariances.

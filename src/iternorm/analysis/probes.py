@@ -71,7 +71,7 @@ class LayerProbe:
             self.before = update_moments(self.before, rows)
         for pool in self.pools or ():
             pool.add(x)
-        # A sum is not finite where an element is not: one pass, and nothing the size of the activation is made.
+        # The sum is not finite if an element is not. This is one pass, without a temporary of the activation's size.
         return x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()
 
     def see_output(self, y: Tensor) -> None:
@@ -80,8 +80,8 @@ class LayerProbe:
         if self._last is None:
             self.after = update_moments(self.after, rows)
             return
-        # The scale of each channel, by regression, makes the scatter of the output from that of the input: the products
-        # of all pairs of channels are most of the work, and need not be done again.
+        # A regression gives the scale of each channel, and the scatter of the output follows from that of the input.
+        # The products of all pairs of channels, which are most of the work, are not repeated.
         inputs, batch = self._last
         self._last = None
         mean = rows.mean(0)
@@ -165,7 +165,7 @@ def find_layers(model: nn.Module, names: Iterable[str] | None) -> Mapping[str, n
 
 
 def num_channels(layer: nn.Module) -> int:
-    """Channels of a normalization layer, and a common number for a module that does not say."""
+    """Channels of a normalization layer, or a typical number for a module that does not say."""
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         return layer.normalized_shape[0]
     declared = getattr(layer, "num_features", getattr(layer, "num_channels", None))
@@ -183,7 +183,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     ]
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     python_state = random.getstate()
-    # numpy is no dependency: where nothing has imported it, its state cannot change.
+    # numpy is not a dependency. If nothing has imported it, its random state cannot change.
     numpy = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng(devices=list(devices)):

@@ -66,7 +66,7 @@ def snd(
     A batch holds different examples of `data`; batches are drawn independently. With ``[M, C, ...]`` an example has
     several positions: a batch is normalized over all positions of its examples, and distances are taken between the
     channel vectors of each position and averaged. The same seed draws the same batches and samples for every
-    operation, so that differences between operations are better known than either.
+    operation, so differences between operations are more accurate than either estimate.
 
     Args:
         operation: A `Whitening` (BatchNorm, DBN, IterNorm: computed for many batches at once), or any function of
@@ -149,7 +149,7 @@ def in_training(layer: nn.Module) -> Operation:
 def _checked(
     data: Tensor, batch_size: int, samples: Tensor | int, draws: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """`data` and the samples to watch, checked, in fp32 or fp64."""
+    """`data` and the samples to estimate SND on, checked, in fp32 or fp64."""
     if data.ndim < 2 or not data.is_floating_point():
         shape = f"{data.dtype} of shape {tuple(data.shape)}"
         raise ValueError(f"data is {shape}, but floating-point examples [M, C] or [M, C, ...] are needed")
@@ -181,8 +181,8 @@ def _affine_distances(
 ) -> tuple[Tensor, Tensor]:
     """Distances ``[s, N]`` and norms ``[N]`` of the mean outputs."""
     num_channels = data.shape[1]
-    # The operations are equivariant to a shift, so the data may be centred first: with a mean of 1000 deviations, A x
-    # and c would cancel to few digits.
+    # The operations are equivariant to a shift, so the data may be centred first. With a mean of 1000 deviations, A x
+    # and c would otherwise cancel to a few digits.
     center = data.flatten(2).mean((0, 2)) if data.ndim > 2 else data.mean(0)
     rows = data.flatten(2).mT.contiguous() - center if data.ndim > 2 else (data - center)[:, None]  # [M, P, C]
     positions = samples.flatten(2).mT if samples.ndim > 2 else samples[:, None]  # [N, P, C]

@@ -148,13 +148,13 @@ class ModelAnalysis:
                 f", SND at B={size}" if size else ""
             )
             names, rows = self.alternative_rows(size)
-            # The name of an operation stands over its two columns.
+            # The name of an operation is the header of its two columns.
             cells = [[row[0], *(f"{a.rjust(7)} {b.rjust(6)}" for a, b in _pairs(row[1:]))] for row in rows]
             text += [title, _aligned(["layer", *names], cells)]
         return "\n\n".join(part for part in text if part)
 
     def notes(self) -> list[str]:
-        """What a reader of the numbers has to know: the symbols, and where an estimate falls short."""
+        """Notes on the numbers: what the symbols mean, and where an estimate falls short."""
         notes = ["κ: condition number; |r|: mean absolute correlation; rank: effective rank; SND: batch noise"]
         few = [layer.name or "(model)" for layer in self.layers if layer.num_samples <= layer.num_channels]
         if few:

@@ -1,4 +1,4 @@
-"""Times the layers against their rivals: forward and backward, interleaved, in one run. See benchmarks/README.md.
+"""Times the layers against baselines: forward and backward, interleaved, in one run. See benchmarks/README.md.
 
 `run` is for the CPU; `gpu.run` is for a GPU, which is measured in other ways.
 

@@ -1,4 +1,4 @@
-"""All that an experiment of your own is made of. `examples/study.py` is one; docs/using.md says how it is run.
+"""What an experiment of your own is made of. `examples/study.py` is one; docs/using.md says how it is run.
 
 A study is a Python file with a function `jobs`, which gives configurations, and a function `run`, which trains one of
 them. It may have `plot`, `compare` and `claims`: `iternorm.experiments.jobs.registry` says what each takes and returns.

@@ -51,7 +51,7 @@ def recalibrate(
     The model runs once over all batches. During the pass these layers normalize each batch by its own statistics, as
     in training, and everything else is in eval mode (no dropout), so a layer's input is what training would feed it.
     The mean and the covariance of each layer's input are accumulated over all batches in fp64, weighted by the number
-    of values, so they do not depend on how the data is cut into batches for the first such layer; deeper ones see
+    of values, so for the first such layer they do not depend on how the data is split into batches; deeper ones see
     inputs that were normalized batch by batch, so use batches as large as those of training. At the end the running
     mean is that mean, the running whitening is the solver's result on that covariance (the running covariance is the
     covariance itself, BatchNorm's running variance the unbiased variance), and the counter is the number of batches.
@@ -140,7 +140,7 @@ def _tracked(batches: Iterable[Any], progress: bool) -> Iterable[Any]:
 
 
 def _write(layers: dict[str, Any], moments: dict[str, _Moments], num_batches: int) -> None:
-    """Compute every layer's statistics first, then set them: a layer that fails leaves all as they were."""
+    """Compute every layer's statistics first, then set them, so that a layer that fails changes nothing."""
     results: list[Callable[[], None]] = []
     unseen = []
     for name, layer in layers.items():
@@ -187,8 +187,8 @@ def freeze(model: nn.Module, *, where: replace.Where = "all") -> nn.Module:
     """Keep whitening and BatchNorm layers on their running statistics, whatever mode the model is in.
 
     For fine-tuning: `model.train()` no longer puts these layers in training mode, so they normalize by their running
-    statistics and leave them as they are, while their parameters and all other layers train. Nor are they reset, by
-    `torch.optim.swa_utils.update_bn` say: `reset_running_stats` warns. `unfreeze` ends it.
+    statistics and leave them as they are, while their parameters and all other layers train. `reset_running_stats`,
+    which `torch.optim.swa_utils.update_bn` calls, warns and does nothing. `unfreeze` ends it.
 
     Args:
         model: any module; it is returned.
@@ -211,7 +211,7 @@ def freeze(model: nn.Module, *, where: replace.Where = "all") -> nn.Module:
 
 
 def unfreeze(model: nn.Module, *, where: replace.Where = "all") -> nn.Module:
-    """Undo `freeze`: the layers take the mode of the model again, and follow it."""
+    """Undo `freeze`: the layers take the model's mode again, and follow it."""
     for _, layer in replace.selected(_layers(model), where, "whitening or BatchNorm"):
         if replace.is_frozen(layer):
             replace.unfreeze(layer)

@@ -58,14 +58,14 @@ def convert_batchnorm(
 ) -> nn.Module:
     """Replace BatchNorm layers by the IterNorm of their rank, SyncBatchNorm by SyncIterNorm.
 
-    Parameters, buffers, dtype, device, mode, requires_grad, hooks and other attributes go over. The whitening matrix
-    starts as the diagonal of BatchNorm's 1/√(var + eps), so the converted model gives the original's output in eval.
-    As in `torch.nn.SyncBatchNorm.convert_sync_batchnorm` children are replaced in place, and the model is returned (a
-    new layer where it is itself a BatchNorm). A layer used in several places is still one layer. Nothing is changed
-    when an error is raised.
+    Parameters, buffers, dtype, device, mode, requires_grad, hooks and other attributes are carried over. The whitening
+    matrix starts as the diagonal of BatchNorm's 1/√(var + eps), so the converted model gives the original's output in
+    eval. As in `torch.nn.SyncBatchNorm.convert_sync_batchnorm` children are replaced in place, and the model is
+    returned (a new layer where it is itself a BatchNorm). A layer used in several places is still one layer. Nothing is
+    changed when an error is raised.
 
     A subclass that applies its own child modules after normalizing (timm's BatchNormAct2d: `drop`, then `act`) keeps
-    them, under their names; that this is what it does is tried on a small random input. A layer that cannot be
+    them, under their names. A trial on a small random input shows whether it does that. A layer that cannot be
     converted stays as it is and is named in a warning: a lazy layer before its first batch, a parametrized one, a
     subclass whose `forward` does something else, an eps or a momentum that IterNorm does not take.
 
@@ -180,8 +180,8 @@ def convert_to_batchnorm(model: nn.Module, *, report: ConversionReport | None = 
 
     A layer that `convert_batchnorm` made and that was not trained since becomes the BatchNorm it was. What whitening
     has learned between channels is lost: fine-tune afterwards, or at least `recalibrate`. In place, as
-    `convert_batchnorm`. A layer whose diagonal is no scale (``solver="pca"`` with averaged whitening matrices) stays,
-    with a warning that names it.
+    `convert_batchnorm`. A layer whose diagonal is not a scale (``solver="pca"`` with averaged whitening matrices)
+    stays, with a warning that names it.
     """
     report = ConversionReport() if report is None else report
     replacements, skipped = {}, []
@@ -223,7 +223,7 @@ def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
         new.__class__ = whitening.batchnorm_class
     whitening_words = ("group_size", "num_iters", "running", "impl", "activation", "solver", "followers")
     matrices = ("running_whitening", "running_covariance")
-    # What a layer remembers of its last batch is private to it.
+    # What a layer remembers of its last batch is not carried over.
     private = (name for name in vars(layer) if name.startswith("_") and name not in vars(new))
     replace.carry(layer, new, without=(*whitening_words, "batchnorm_class", *matrices, "process_group", *private))
     new.track_running_stats = layer.track_running_stats

@@ -55,7 +55,7 @@ def applies_children(layer: Any, base: Any) -> bool:
     if base not in _PROBE_SHAPES or (layer.running_mean is not None and layer.running_mean.is_meta):
         return False
     probe = copy.deepcopy(layer)
-    # Hooks may change the output, and are no part of what the class does.
+    # Hooks may change the output, and are not part of the class.
     probe._forward_hooks.clear()
     probe._forward_pre_hooks.clear()
     reference = copy.deepcopy(probe)
@@ -74,7 +74,7 @@ def applies_children(layer: Any, base: Any) -> bool:
                     for child in () if own else module.children():
                         y = child(y)
                 except Exception:
-                    # What else it may need is not known here: it is none of the layers that can be converted.
+                    # Its forward needs something that is not known here, so it cannot be converted.
                     return False
                 results.append(y)
             if not isinstance(results[0], Tensor) or not torch.equal(*results):

@@ -1,4 +1,4 @@
-"""Putting one layer in another's place: what goes over, and where the old one is found in a model."""
+"""Replace one layer by another: what is carried over, and every place where a model uses the old one."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ _HOOKS = (
     "_load_state_dict_post_hooks",
 )
 
-# What a frozen layer has of its own in place of the methods of its class.
+# Attributes of a frozen layer that override the methods of its class.
 _FROZEN = ("train", "reset_running_stats")
 
 Where = str | Callable[[str, nn.Module], bool]
@@ -41,7 +41,7 @@ class Frozen:
 
 
 class Kept:
-    """A layer's `reset_running_stats` while its statistics are frozen: a tool that resets all layers is told."""
+    """A layer's `reset_running_stats` while its statistics are frozen: it warns the tool that resets all layers."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -68,8 +68,8 @@ def is_frozen(layer: nn.Module) -> bool:
 def carry(old: nn.Module, new: nn.Module, without: tuple[str, ...] = ()) -> None:
     """Give `new` the parameters, buffers, children, mode, hooks and other attributes of `old`, less those `without`.
 
-    The very tensors go over, so that optimizers and ties still hold them. What `new` has set for itself and `old` does
-    not have stays.
+    The tensors themselves are carried over, so optimizers and tied layers still hold them. Attributes that only `new`
+    has stay.
     """
     for kind in ("_parameters", "_buffers", "_modules"):
         taken = {name: value for name, value in getattr(old, kind).items() if name not in without}
@@ -85,7 +85,7 @@ def carry(old: nn.Module, new: nn.Module, without: tuple[str, ...] = ()) -> None
 
 
 def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give `new` the hooks of `old`: the very dicts, so that handles still remove them."""
+    """Give `new` the hooks of `old`: the same dicts, so that existing handles still remove them."""
     for name in _HOOKS:
         new.__dict__[name] = old.__dict__[name]
     for handle, hook in new._load_state_dict_pre_hooks.items():
@@ -94,7 +94,7 @@ def carry_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Put each replacement in every place its key is found in; the model is returned, or its own replacement."""
+    """Put each replacement wherever its key is used. Returns the model, or its own replacement."""
     parents = list(model.modules()) + list(replacements.values())
     for parent in parents:
         for name, child in parent._modules.items():

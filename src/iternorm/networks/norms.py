@@ -15,12 +15,12 @@ from iternorm.layers.sync import SyncIterNorm
 # Makes the normalization of a layer with the given number of features.
 NormFactory = Callable[[int], nn.Module]
 
-# What a label looks like; any other number may stand in it.
+# Examples of labels; other numbers are possible.
 LABELS = ("plain", "BN", "DBN", "DBN-16", "DBN-16 pca", "IterNorm T=5", "IterNorm T=5 d=64", "SyncIterNorm T=5 d=64")
 # The rows of the paper's Table 2, for residual networks on ImageNet.
 PLACED_LABELS = ("DBN-16-L1", "IterNorm-L1", "IterNorm-Full", "IterNorm-L1+DF")
 
-# What "IterNorm" stands for on ImageNet, where the paper gives no more than the word.
+# What "IterNorm" means on ImageNet, where the paper gives no more than the name.
 _IMAGENET_SETTING = " T=5 d=64"
 _PLACED = re.compile(r"(?P<whitening>.+)-(?P<place>L1|L1\+DF|Full)")
 

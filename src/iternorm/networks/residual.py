@@ -53,7 +53,7 @@ class WideBlock(nn.Module):
         self.norm1 = _normalization(norm, in_channels)
         self.conv1 = _conv(in_channels, out_channels, 3, stride)
         self.norm2 = _normalization(norm, out_channels)
-        # A layer of its own even at 0: which modules a network has must not depend on a probability.
+        # A layer even at 0, because the modules of a network must not depend on a probability.
         self.dropout = nn.Dropout(dropout)
         self.conv2 = _conv(out_channels, out_channels, 3)
         projected = in_channels != out_channels or stride != 1

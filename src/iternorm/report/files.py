@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Atomic writes: a file is complete or absent."""
 
 import os
 import tempfile

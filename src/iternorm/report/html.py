@@ -1,4 +1,4 @@
-"""The one home of HTML and of figures on a page: every report of the project is made of these four functions.
+"""The one home of HTML and of figures on a page: every report of the project is built from these four functions.
 
 A page is one file that needs nothing else: the style sheet and the figures are inside it, there is no script, and
 nothing is fetched.
@@ -80,7 +80,7 @@ def figure_svg(figure: "Figure", *, label: str = "") -> str:
     reference = re.compile(r'(\sid="|href="#|url\(#)([^")]+)("|\))')
     digest = hashlib.sha256(reference.sub(lambda found: rename("", found), body).encode()).hexdigest()[:8]
     body = reference.sub(lambda found: rename(f"f{digest}-", found), body)
-    # Matplotlib's 72 points are an inch, CSS's 96 pixels are: the figure is never blown up beyond its own size.
+    # Matplotlib's 72 points are an inch, CSS's 96 pixels are: the figure is never scaled up.
     pixels = float(width[1]) * 96 / 72
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{viewbox[1]}" role="img" aria-label="{escape(label)}" '

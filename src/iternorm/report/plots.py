@@ -48,8 +48,8 @@ def line_svg(
         markers: Draw each point as a dot.
         errors: Half lengths of error bars, one for each point of a curve.
         x_ticks: Where to put ticks on x, instead of round values; the axis reaches over all of them.
-        x_names: Names of all values of x, which stand at the ticks in place of the values. A pointer that rests on a
-            point is told its name and value.
+        x_names: Names of all values of x, which stand at the ticks in place of the values. Hovering over a point shows
+            its name and value.
     """
     kept = {
         name: [(x, y) for x, y in points if _drawable(x, x_log) and _drawable(y, y_log)]
@@ -113,7 +113,7 @@ def line_svg(
                 path += " "
                 continue
             place = f"{x_scale(x):.1f} {y_scale(y):.1f}"
-            # A line of no length has round ends: it shows a point between two gaps.
+            # A line of zero length has round ends, so it shows a point between two gaps.
             path += f"L{place}" if path.strip() and path[-1] != " " else f"M{place}h0"
         shape = 'fill="none" stroke-width="1.6" stroke-linejoin="round" stroke-linecap="round"'
         parts.append(f'<path d="{path}" stroke="{color}" {shape}/>')
@@ -130,7 +130,7 @@ def line_svg(
         if x_names is not None:
             places = [*zip(kept[name], points, strict=True)]
             places += [((x, math.inf), place) for x, place in zip(infinite[name], above, strict=True)]
-            # Larger than the dot, and not to be seen: something to rest a pointer on.
+            # Invisible and larger than the dot, so that it is easy to hover over.
             parts += [
                 f'<circle cx="{px:.1f}" cy="{py:.1f}" r="6" fill="none" pointer-events="all">'
                 f"<title>{escape(x_names[x])}: {_value_text(y)} ({escape(name)})</title></circle>"
@@ -156,7 +156,7 @@ def matrix_img(matrix: Sequence[Sequence[float]], *, title: str, pixels: int = 1
 
 
 class _Slope:
-    """Texts below an axis: short ones stand level, long ones slope upwards to their tick and take room."""
+    """Texts below an axis: short ones are horizontal, long ones slope up to their tick and need more room."""
 
     def __init__(self, longest: int):
         """Room for names of up to so many letters, at 6.5 pixels a letter and 50 degrees."""
@@ -172,7 +172,7 @@ class _Slope:
 
 
 def _cut(name: str, longest: int = 24) -> str:
-    """A name that is not too long; its end tells more of a layer than its beginning."""
+    """The name, shortened if it is too long. The end of a layer's name says more than its beginning."""
     return name if len(name) <= longest else "…" + name[1 - longest :]
 
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: in what order rivals are timed."""
+"""The order in which rivals are timed."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -8,10 +8,10 @@ T = TypeVar("T")
 
 
 def in_turns(rivals: Sequence[T], rounds: int, warmup: int) -> Iterator[tuple[int, T]]:
-    """Every rival once a round, with the number of the round; of those below zero, `warmup` of them, nothing is kept.
+    """Yield every rival once per round, with the round's number; the `warmup` rounds below zero are to be discarded.
 
-    A slow moment of the machine falls on all alike. The order is another one each round, so that nobody always follows
-    the same rival, whose caches it would find; and the same in every run.
+    A slow moment of the machine then affects all rivals alike. The order is shuffled in each round, so that no rival
+    always follows the same one and finds its caches. The shuffles are the same in every run.
     """
     shuffled = random.Random(0)
     for index in range(-warmup, rounds):

@@ -51,8 +51,8 @@ def run(
         rounds: The number of timings of each layer and network; the median counts.
         quick: Two activations, the main rivals, few rounds: about a minute.
         progress: Called with the name of each part when it is done; there are `count_parts` of them.
-        save: Called with the result so far after each activation and network, so that a run that is cut short leaves
-            what it has measured.
+        save: Called with the result so far after each activation and network, so that an interrupted run leaves what it
+            has measured.
         shapes: The activations, instead of the standard ones.
         rivals: Makes the rivals of an activation and a dtype.
         gpu: The clocks.
@@ -75,7 +75,7 @@ def run(
         "quick": quick,
         "rounds": rounds,
         "passes": PASSES,
-        # Read before the precision is set: torch refuses to answer where its two ways of setting it were mixed.
+        # Read before the precision is set, because torch refuses to answer once its two ways of setting it were mixed.
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "convolution_tf32": torch.backends.cudnn.allow_tf32,
         "matmul_precision": "high",

@@ -150,7 +150,7 @@ def _layer_rows(cases: Sequence[dict]) -> list[list[str]]:
     rows = [head]
     for case in cases:
         times = {(row["name"], row["layout"]): row for row in case["rivals"]}
-        # What a user gets who sets nothing: without TF32, where there is a choice.
+        # What a user gets without setting anything: no TF32, where there is a choice.
         fast = ITER_NORM if any(name == EXACT_ITER_NORM for name, _ in times) else None
         default = ITER_NORM if fast is None else EXACT_ITER_NORM
 

@@ -1,4 +1,4 @@
-"""What the kernels are held to, and whether a result of the benchmark meets it.
+"""The targets of the kernels, and whether a result of the benchmark meets them.
 
 All are ratios within one run, of forward and backward, for groups of 64 channels and five Newton steps.
 """

@@ -1,4 +1,4 @@
-"""Published files, downloaded into their place whole and checked, or not at all."""
+"""Downloads of published files: complete and checked, or not there at all."""
 
 import errno
 import hashlib

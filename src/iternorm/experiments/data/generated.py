@@ -20,7 +20,7 @@ SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 _LEVELS = {"mnist": (30, 80), "cifar10": (120, 60), "imagenet": (115, 60)}
 NUM_CLASSES = 10
 
-# More than ten classes, so that top-5 errors are told too.
+# More than ten classes, so that top-5 errors mean something.
 FOLDER_CLASSES = 12
 FOLDER_IMAGES = {"train": 8, "val": 4}
 

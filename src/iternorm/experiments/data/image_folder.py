@@ -48,8 +48,8 @@ IMAGENET = (1000, 1_281_167, 50_000)
 class Examples:
     """Files of one split and their classes.
 
-    The k-th files of all classes stand before the next of any, so that the first so many examples have all classes. The
-    names are one string: a million objects would be copied into each worker, page by page, as it counts references.
+    The k-th files of all classes come before the next of any, so that the first examples cover all classes. The names
+    are one string: a million objects would be copied into each worker, page by page, by reference counting.
     """
 
     folder: Path
@@ -85,7 +85,7 @@ class Examples:
 
 
 class ImageFolder(NamedTuple):
-    """A folder of images, looked through."""
+    """A folder of images and what it was found to hold."""
 
     classes: list[str]
     train: Examples
@@ -257,7 +257,7 @@ class FolderSource:
             num_workers=min(self._num_workers, len(batches)),
             collate_fn=_joined,
             pin_memory=self._device.type == "cuda",
-            # The loader draws a seed for its workers, and not from everybody's generator.
+            # The loader draws a seed for its workers, which must not come from the global generator.
             generator=torch.Generator(),
         )
         for batch in loader:
@@ -270,7 +270,7 @@ class FolderSource:
 def coloured(values: Tensor, colours: Tensor, channels_last: bool) -> Tensor:
     """Floats ``[N, 3, H, W]`` of bytes ``[N, H, W, 3]`` and a map of the colours ``[N, 3, 4]`` of each.
 
-    Sums of products and no matrix product, which TF32 and autocast would round.
+    Computed as sums of products, because TF32 and autocast would round a matrix product.
     """
     images = values.permute(0, 3, 1, 2)
     maps = colours[..., None, None]  # [N, 3, 4, 1, 1]

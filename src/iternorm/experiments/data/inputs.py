@@ -90,8 +90,8 @@ def import_file(path: Path, argument: str = "MODEL_FACTORY") -> Any:
     while (folder / "__init__.py").is_file():
         names.insert(0, folder.name)
         folder = folder.parent
-    # They stay there: a model may import when it is made, or when it is called. In a package the file's own folder
-    # comes last, because a package may have modules that are named like libraries.
+    # They stay in sys.path: a model may import when it is made, or when it is called. In a package the file's own
+    # folder comes last, because a package may have modules that are named like libraries.
     sys.path.insert(0, str(folder))
     if len(names) > 1:
         sys.path.append(str(path.parent))

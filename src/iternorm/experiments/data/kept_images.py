@@ -34,7 +34,7 @@ _TEST_BATCH = 256
 class KeptSource:
     """A folder's images on the device. See `iternorm.experiments.data.sources.Source`.
 
-    Training images are kept as squares: the middle of those that are none.
+    Training images are kept as squares; of others the middle is kept.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class KeptSource:
             picture = pictures.read_rgb(examples.path(indices[place]))
             images[place] = pictures.pixels(pictures.centre(picture, shorter, size)).permute(2, 0, 1)
 
-        # All are asked for what they return, so that an error reaches the caller.
+        # Every result is read, so that an error reaches the caller.
         for _ in pool.map(read, range(len(indices))):
             pass
         return images.to(self._device), examples.labels[indices.start : indices.stop].to(self._device)

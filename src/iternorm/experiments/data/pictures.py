@@ -109,8 +109,8 @@ def random_colours(mean: Tensor, choices: random.Random) -> Tensor:
 def colour_maps(means: Tensor, kinds: Tensor, alphas: Tensor, light: Tensor) -> Tensor:
     """Maps ``[N, 3, 4]`` of colours in [0, 1] for pictures whose mean colours are `means`.
 
-    All of the changes are linear in the picture but for its mean grey, which contrast is about, so that one map does
-    what would be four passes.
+    All changes are linear in the picture, except for its mean grey, on which contrast depends. So one map replaces four
+    passes.
 
     Args:
         means: ``[N, 3]``.

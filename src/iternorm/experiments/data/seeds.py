@@ -1,4 +1,4 @@
-"""Seeds of generators, from what they are for."""
+"""Seeds of generators, derived from their purpose."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""What a report is put together from, once, to be written twice: as Markdown and as a page.
+"""The blocks of a report, which is written twice: as Markdown and as a page.
 
 A block is a paragraph, a table, a command or a figure. A table's cells are plain text, links to sections, or verdicts,
 which a page shows in colour.
@@ -134,7 +134,7 @@ def _markdown_cell(cell: Cell) -> str:
     if isinstance(cell, Link):
         return f"[{cell.id}](#{cell.id})"
     text = str(cell)
-    # Stars and underscores of a name, Baseline* for one, are no emphasis.
+    # Stars and underscores in a name such as Baseline* are not emphasis.
     return re.sub(r"([|*_~<])", r"\\\1", text) if "`" not in text else text.replace("|", "\\|")
 
 

@@ -82,7 +82,7 @@ def draw(
     for label, results in runs.items():
         color = colors[keys[label]]
         name = f"{label} (diverged)" if any(map(diverged, results)) else label
-        # With batches of 2 DBN and IterNorm are the same map and their curves lie on each other: both shall be seen.
+        # With batches of 2, DBN and IterNorm are the same map and their curves coincide; both should be visible.
         width = 2.4 if label == "DBN" else 1.3
         for field, line in ((train, "-"), (test, "--")):
             if field is None:
@@ -97,7 +97,7 @@ def draw(
 
 
 def note_missing(axes: "Axes", names: Sequence[str]) -> None:
-    """Tell on a panel what of it was not run; in its middle where that is all of it."""
+    """Note on a panel which of its runs are missing; in the middle if all are."""
     if not names:
         return
     place = {"transform": axes.transAxes, "color": palette.GREY, "wrap": True}
@@ -110,7 +110,7 @@ def note_missing(axes: "Axes", names: Sequence[str]) -> None:
 
 
 def limit_errors(axes: "Axes", runs: Iterable[Result], quantile: float = 0.9) -> None:
-    """Cut the errors' axis where the curves begin, so that their ends can be told apart."""
+    """Limit the error axis to where the curves begin, so that their ends can be distinguished."""
     heights = sorted(
         row[name]
         for run in runs

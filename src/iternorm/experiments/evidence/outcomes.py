@@ -40,7 +40,7 @@ def compare(what: str, paper: str, results: Sequence[Result], column: str = "tes
 
 
 def num_test(results: Sequence[Result]) -> int | None:
-    """How many test examples the errors of some results are of; None where that is not known."""
+    """The number of test examples behind the errors of some results; None if it is not known."""
     for result in results:
         config = result.config
         known = (config.get("test_examples"), result.provenance.get("data", {}).get("test_images"))
@@ -87,7 +87,7 @@ def last_is_much_worse(values: Sequence[Seeds], num_test: int | None = None) -> 
 
 
 def told(values: Mapping[str, Seeds], form: str = ".2f") -> str:
-    """Names and their numbers, those that were run; how many seeds is said once where it is the same of all.
+    """Names and numbers of what was run; the number of seeds is given once if it is the same for all.
 
     Example:
         >>> told({"BN": Seeds((7.3,)), "DBN": Seeds((7.2,)), "IterNorm": Seeds(())})

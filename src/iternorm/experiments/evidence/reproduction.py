@@ -1,6 +1,6 @@
 """The report on the paper: for every figure and table its claims, its numbers beside ours, and how ours were made.
 
-The report is made of results alone: the same results give the same text. A study of somebody's own has one too.
+The report depends on results alone: the same results give the same text. A user's own study has a report too.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The rule by which runs that differ in their seeds decide a claim.
 
-A difference of means decides if it is more than two standard errors (Welch's, of both means) and either side has three
-seeds. With one seed the sign tells which way it points, for a test error only if it is more than two binomial errors of
+A difference of means decides if it is more than two standard errors (Welch's, of both means) and each side has three
+seeds. With one seed the sign says which way it points, for a test error only if it is more than two binomial errors of
 the test set. A training that diverged is worse than any that did not.
 """
 
@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 from iternorm.experiments.jobs.findings import Finding, Verdict
 
-# Of a mean, that decide.
+# Seeds on each side that a decision needs.
 LEAST_SEEDS = 3
-# Standard errors that a difference has to be more than.
+# Standard errors that a difference has to exceed.
 ERRORS = 2.0
 
 
 class Seeds(NamedTuple):
-    """A number of the same training with several seeds: of each that ended well, and how many diverged."""
+    """One number from several seeds of a training: a value for each run that finished, and how many diverged."""
 
     values: tuple[float, ...]
     num_diverged: int = 0
 
     def __format__(self, form: str) -> str:
-        """Mean and deviation, ``3.56 ± 0.12 (5 seeds)``, in the form of a number that is given, ``.2f``."""
+        """Mean and deviation, ``3.56 ± 0.12 (5 seeds)``, in the given number format, ``.2f``."""
         if not self.values:
             return "diverged" if self.num_diverged else "not run"
         text = f"{self.mean:{form or '.2f'}} (one seed)"
@@ -39,12 +39,12 @@ class Seeds(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Over the seeds that ended well."""
+        """Over the seeds that finished."""
         return statistics.fmean(self.values)
 
     @property
     def squared_error(self) -> float | None:
-        """The square of the standard error of the mean; None where one seed says nothing of it."""
+        """The square of the standard error of the mean; None with one seed, which cannot tell."""
         return statistics.variance(self.values) / len(self.values) if len(self.values) > 1 else None
 
 
@@ -110,7 +110,7 @@ def is_lower(low: Seeds, high: Seeds, *, margin: float = 0.0, num_test: int | No
         return Finding(Verdict.NOT_RUN)
     if low.values and high.values:
         finding = decide(difference(low, high, num_test), margin=margin)
-        # Numbers of the seeds that ended well do not speak for a training of which others diverged.
+        # The seeds that finished cannot decide for a training in which others diverged.
         spoiled = {Verdict.HOLDS: low.num_diverged, Verdict.FAILS: high.num_diverged}.get(finding.verdict, 0)
         return Finding(Verdict.UNDECIDED) if spoiled else finding
     if not low.values and not high.values:
@@ -160,7 +160,7 @@ def is_no_lower(low: Seeds, high: Seeds, *, visible: float, num_test: int | None
 
 
 def all_of(findings: Iterable[Finding]) -> Finding:
-    """What the parts of a claim say together, all of which it needs."""
+    """The finding for a claim that needs all of its parts."""
     found = list(findings)
     for verdict in (Verdict.FAILS, Verdict.NOT_RUN, Verdict.UNDECIDED):
         if any(each.verdict is verdict for each in found):
@@ -172,7 +172,7 @@ def all_of(findings: Iterable[Finding]) -> Finding:
 
 
 def over_parts(findings: Mapping[str, Finding], parts: str) -> tuple[Finding, str]:
-    """What a claim about several parts comes to where some of them were run, and the coverage.
+    """The finding for a claim about several parts of which some were run, and the coverage.
 
     It does not hold where one part says so. It holds where those that are decided do, and nothing that was run speaks
     against it or is open; the coverage counts what the verdict stands on.

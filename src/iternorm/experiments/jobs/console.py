@@ -1,4 +1,4 @@
-"""A sweep on the terminal: a bar for every job that runs, a line for every job that ended, and a sum of them."""
+"""A sweep on the terminal: a bar for every running job, a line for every job that ended, and a summary."""
 
 import traceback
 from collections import Counter

@@ -37,7 +37,7 @@ class Finding:
 
 
 def measured(holds: bool | None) -> Finding:
-    """What a measurement says that no seed decides; None where it was not made.
+    """The finding of a measurement that does not depend on a seed; None if it was not made.
 
     Example:
         >>> str(measured(True)), str(measured(False)), str(measured(None))
@@ -56,7 +56,7 @@ class Comparison:
         ours: One value a seed; empty where it was not run.
         unit: Of both.
         note: A departure that concerns this number.
-        count: Of how many repeats a single value of ours is the mean; None where it is of none.
+        count: How many repeats our single value is the mean of; None if it is not a mean.
     """
 
     what: str

@@ -37,7 +37,7 @@ class Result:
 
 
 class UnusableResultError(ValueError):
-    """A results file that is cut short, of another version, or of another configuration than its path says."""
+    """A results file that is truncated, of another version, or of another configuration than its path says."""
 
 
 def result_path(root: Path, experiment: str, config: Config) -> Path:
@@ -54,7 +54,7 @@ def result_path(root: Path, experiment: str, config: Config) -> Path:
 
 
 def check_config(config: object, where: str) -> None:
-    """Refuse what is no configuration.
+    """Refuse what is not a configuration.
 
     Args:
         config: What is one, or not.
@@ -85,7 +85,7 @@ def save(root: Path, result: Result) -> Path:
 
     Raises:
         OSError: It cannot be written.
-        ValueError: It holds values that JSON has not.
+        ValueError: It holds values that JSON cannot represent.
     """
     path = result_path(root, result.experiment, result.config)
     content = {
@@ -146,7 +146,7 @@ def set_aside(path: Path) -> Path:
 
 
 def _readable(content: Mapping[str, Any]) -> str:
-    """JSON with one line a row, so that a change of a result is a change of few lines."""
+    """JSON with one line per row, so that diffs of results are short."""
     head = json.dumps({key: value for key, value in content.items() if key != "rows"}, indent=1, allow_nan=False)
     rows = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in content["rows"])
     return head.removesuffix("\n}") + ',\n "rows": [\n' + rows + "\n ]\n}"

@@ -1,4 +1,4 @@
-"""How long a job has been worked on, by all the processes that did: one that was killed counts too."""
+"""The time spent on a job by all processes that worked on it, killed ones included."""
 
 import time
 from contextlib import suppress
@@ -12,7 +12,7 @@ PERIOD_SECONDS = 1.0
 
 
 class Stopwatch:
-    """Goes on where the process before it was last seen, up to a second before its end.
+    """Continues from the time that the previous process last wrote, up to a second before its end.
 
     Args:
         folder: Of the job.
@@ -33,11 +33,11 @@ class Stopwatch:
         return self._before + time.perf_counter() - self._begun
 
     def keep(self) -> None:
-        """Write the time, if it is long ago that it was written."""
+        """Write the time if the last write is long enough ago."""
         now = time.perf_counter()
         if not self._keeps or now - self._kept < PERIOD_SECONDS:
             return
         self._kept = now
-        # A disk that is full costs the time of this process and not its work.
+        # A full disk loses the time of this process, not its work.
         with suppress(OSError):
             write_text_atomically(self._path, f"{self.seconds:.3f}\n")

@@ -1,4 +1,4 @@
-"""Running the jobs of experiments: what is finished is skipped, what somebody else works on is passed over.
+"""Running the jobs of experiments: finished jobs are skipped, and so are those that another process works on.
 
 Any number of processes may run at once on one results folder. Under `torchrun` all processes work on the same job at a
 time: the first one claims it, decides, saves and reports, and tells the others what it decided.
@@ -87,9 +87,9 @@ def run(
 ) -> Iterator[Outcome]:
     """Run every job that has no result and that nobody works on, and yield each as it is done.
 
-    A results file that is cut short or of another version is renamed, and its job is run again. A job that raises, or
-    whose result cannot be saved, is an outcome like others and leaves its checkpoint; where two in a row fail alike,
-    the rest is not tried.
+    A results file that is truncated or of another version is renamed, and its job is run again. A job that raises, or
+    whose result cannot be saved, is an outcome like others and leaves its checkpoint. If two in a row fail with the
+    same error, the rest is not tried.
 
     Raises:
         ValueError: The device is not there.
@@ -252,11 +252,11 @@ class _Ranks:
         return broadcast_object_list([value], from_process=0)[0]
 
     def end(self) -> None:
-        """Part in peace. Not for a process that has failed: the others may be waiting elsewhere."""
+        """Leave the process group. Not for a process that has failed, since the others may be waiting elsewhere."""
         if self._state is not None:
-            # A process that is gone is an error to those that still talk to it.
+            # Processes that still communicate with one that has left would fail.
             self._state.wait_for_everyone()
             self._state.destroy_process_group()
-            # torch keeps a group that DDP has used, and a thread of it that lets go of a tensor while the interpreter
-            # goes down would abort the process: it has time to do that now.
+            # torch keeps a group that DDP has used. If one of its threads released a tensor during interpreter
+            # shutdown, that would abort the process, so it gets the time to do it now.
             time.sleep(0.2)

@@ -1,8 +1,8 @@
 """Checkpoints of a training run: weights and momentum as safetensors, the rest as JSON, no pickle.
 
 A checkpoint is a folder ``checkpoint-ROWS`` with three files, of which the last has the digests of all. It is written
-under another name, brought to the disk and renamed, and only then is the one before it removed: at any moment at least
-one that was finished is whole.
+under another name, flushed to disk and renamed, and only then is the previous one removed. So once a checkpoint was
+finished, a complete one exists at any moment.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ _WEIGHTS, _MOMENTUM, _STATE = "weights.safetensors", "momentum.safetensors", "st
 
 
 class CheckpointError(ValueError):
-    """A whole checkpoint, but of another recipe or network."""
+    """A complete checkpoint, but of another recipe or network."""
 
 
 class _UnusableError(ValueError):
-    """A checkpoint that is cut short, damaged or of another version."""
+    """A checkpoint that is truncated, damaged or of another version."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def save(folder: Path, recipe: Recipe, rows: Sequence[Row], model: nn.Module, op
 def _write(
     place: Path, recipe: Recipe, rows: Sequence[Row], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """The three files, brought to the disk."""
+    """The three files, flushed to disk."""
     from safetensors.torch import save_file
 
     shutil.rmtree(place, ignore_errors=True)
@@ -142,11 +142,11 @@ def _write(
 def load(folder: Path, recipe: Recipe) -> Checkpoint | None:
     """The newest checkpoint of a folder, or None.
 
-    One that is cut short, damaged or of another version is renamed with a warning, and the one before it, or none, is
+    One that is truncated, damaged or of another version is renamed with a warning, and the one before it, or none, is
     taken.
 
     Raises:
-        CheckpointError: The checkpoint is whole, but of another recipe.
+        CheckpointError: The checkpoint is complete, but of another recipe.
     """
     if not folder.is_dir():
         return None

@@ -44,8 +44,8 @@ class EagerStep:
     Args:
         model: The network as it is called, wrapped for several processes or not.
         optimizer: Of its parameters.
-        batch_size: Examples of this process that a mean of gradients over processes is the gradient of the mean loss
-            for: those of the global batch divided by the number of processes.
+        batch_size: The examples of the global batch divided by the number of processes. Dividing the loss by it makes
+            the mean of the gradients over processes the gradient of the mean loss.
         backward: Differentiates a loss; `Accelerator.backward`.
         scores: Each step adds its scores here.
     """
@@ -110,7 +110,7 @@ class CapturedStep(EagerStep):
         return None
 
     def _capture(self, device: torch.device) -> torch.cuda.CUDAGraph:
-        """The graph of one step. Running statistics, scores and random numbers are afterwards as they were before."""
+        """The graph of one step. Running statistics, scores and random state are restored afterwards."""
         kept = [(tensor, tensor.detach().clone()) for tensor in (*self.model.buffers(), self.scores)]
         random_state = torch.cuda.get_rng_state(device)
         graph = torch.cuda.CUDAGraph()

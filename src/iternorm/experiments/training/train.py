@@ -34,8 +34,8 @@ from iternorm.networks.models import build
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# A checkpoint is skipped where the last one is younger than this, or than so many times what writing it took: on a slow
-# disk checkpoints of short epochs would otherwise take longer than the epochs.
+# A checkpoint is skipped if the last one is younger than this, or younger than so many times the time it took to write:
+# on a slow disk the checkpoints of short epochs would otherwise take longer than the epochs.
 CHECKPOINT_SECONDS, CHECKPOINT_SHARE = 10.0, 20
 
 
@@ -77,8 +77,8 @@ def train(
 ) -> list[Row]:
     """Train a network, going on from the last checkpoint in the folder of `context` if there is one.
 
-    Loss and error of training are those of the batches as they were trained on, those of the test set are in eval mode.
-    A run whose loss is not finite, or whose eigendecomposition fails, ends there with a row that says ``"diverged"``.
+    Training loss and error are measured on the batches while they are trained on, test loss and error in eval mode. A
+    run whose loss is not finite, or whose eigendecomposition fails, ends there with a row that says ``"diverged"``.
 
     Started by ``torchrun``, each process has its share of each batch, gradients are those of the whole batch, and the
     first process writes the checkpoints and reports progress. All return the same rows.
@@ -141,10 +141,10 @@ def _settings(recipe: Recipe, context: Context) -> Iterator["Accelerator"]:
             benchmark = torch.backends.cudnn.benchmark
             stack.callback(setattr, torch.backends.cudnn, "benchmark", benchmark)
             torch.backends.cudnn.benchmark = True
-        # Beside bf16 there are few fp32 products, of whitening large groups, and TF32 is the finer of the two.
+        # Under bf16 the only fp32 products are those that whiten large groups, and TF32 is more accurate than bf16.
         if recipe.precision != "fp32":
             stack.enter_context(matmul_precision("high"))
-        # Its state is the process's, and would keep the device and the precision of the run before.
+        # Its state is global, and would keep the device and the precision of the previous run.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         tracking: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A look at a run while it trains: is its loss finite, how far is it, how fast, without waiting for the device."""
+"""Monitors a run while it trains, without waiting for the device: whether the loss is finite, progress, speed."""
 
 import math
 import time
@@ -80,11 +80,11 @@ class Watch:
         return math.isfinite(loss)
 
     def report(self, done: int, **values: float) -> None:
-        """Tell the progress: so many iterations of the run are done."""
+        """Report how many iterations of the run are done."""
         self._reported, self._last = time.perf_counter(), done
         self._step(done, self._total, **values)
 
     def end(self) -> None:
-        """Tell that the run is at its end, where that is new: it diverged, or was finished before."""
+        """Report that the run has ended, if that is new: it diverged, or was finished before."""
         if self._last != self._total:
             self.report(self._total)

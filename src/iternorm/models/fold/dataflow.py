@@ -1,4 +1,4 @@
-"""Which layer feeds which whitening layer, and nothing else: what folding must know of a model.
+"""Which layers feed a whitening layer and nothing else: what folding has to know about a model.
 
 Two ways to find out. `traced` follows the model symbolically with torch.fx and needs no input; it stops at control flow
 that depends on the input. `recorded` runs the model once on given inputs and watches every operation.
@@ -49,7 +49,7 @@ def is_linear_map(layer: Any) -> bool:
     if base is None or "forward" in vars(layer):
         return False
     methods = ("forward", "_conv_forward") if hasattr(base, "_conv_forward") else ("forward",)
-    # A parametrization derives the class anew, and computes the weight anew at every use.
+    # A parametrization derives a new class, and recomputes the weight at every use.
     own = type(layer).__module__.startswith("torch.nn.utils.parametri")
     return (
         not own
@@ -73,7 +73,7 @@ def traced(model: nn.Module) -> Flow:
         ) from error
     layers = dict(model.named_modules(remove_duplicate=False))
     called = {node: layers[str(node.target)] for node in graph.nodes if node.op == "call_module"}
-    # A parameter that the code reads by itself must keep its value.
+    # A parameter that the model's code reads directly must keep its value.
     read = {
         layers[str(n.target).rpartition(".")[0]] for n in graph.nodes if n.op == "get_attr" and "." in str(n.target)
     }
@@ -142,7 +142,7 @@ class _Tracer(fx.Tracer):
         outer = self.innermost
         self.innermost = f"{self.path_of_module(m)!r} ({type(m).__name__})"
         result = super().call_module(m, forward, args, kwargs)
-        # Left as it is by an exception: that is what the message names.
+        # Not reset by an exception, because the message names it.
         self.innermost = outer
         return result
 

@@ -39,20 +39,20 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
 
     Each whitening layer goes, in this order of preference, into the convolution, transposed convolution or linear
     layer before it ("previous"), into the unpadded convolution or linear layer after it ("next"), or becomes one
-    grouped 1x1 convolution or linear map ("pointwise"): where a ReLU or an addition lies between, where a neighbour is
-    used more than once, shares its weights, is parametrized, or is watched by a hook. A folded layer leaves an
+    grouped 1x1 convolution or linear map ("pointwise"). The last happens if a ReLU or an addition lies between, or if a
+    neighbour is used more than once, shares its weights, is parametrized, or has a hook. A folded layer leaves an
     `nn.Identity` in its place.
 
     Which layers are neighbours is found by tracing with torch.fx, or, with `example_inputs`, by following one run of
-    the model: for models whose forward torch.fx cannot trace. Then what is found holds for the path of that run.
-    Without it, a linear layer beside an IterNorm1d is taken to have ``[N, C]`` there.
+    the model, for models that torch.fx cannot trace. The result then holds for the path that this run took. Without it,
+    a linear layer beside an IterNorm1d is taken to have ``[N, C]`` there.
 
     Args:
         model: in eval mode. It is not changed.
         example_inputs: a tensor, or a tuple of the model's arguments.
-        max_growth: where whitening mixes the groups of a grouped convolution, folding makes them wider. It is done
-            where the multiplications become at most this many times those of the convolution and a separate 1x1
-            convolution: infinity folds always, and turns depthwise convolutions into dense ones.
+        max_growth: where whitening mixes the groups of a grouped convolution, folding makes them wider. They may become
+            wider until the multiplications are this many times those of the convolution and a separate 1x1 convolution.
+            Infinity always folds, and makes depthwise convolutions dense.
 
     Example:
         >>> from iternorm import IterNorm2d
@@ -91,7 +91,7 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
 
 
 def _fold_decorrelated(model: nn.Module, table: FoldTable) -> nn.Module:
-    """The linear layers that `decorrelate_features` made: their norm goes into themselves."""
+    """Fold the norm of each linear layer that `decorrelate_features` made into that layer."""
     replacements: dict[nn.Module, nn.Module] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, DecorrelatedLinear) and not dataflow.has_hooks(layer.norm):
@@ -173,7 +173,7 @@ def _linear_part(norm: WhiteningNorm) -> WhiteningNorm:
 
 
 def _in_place_of(norm: WhiteningNorm, layer: nn.Module) -> nn.Module:
-    """What stands where the norm stood: the layer, the modules that followed the norm inside it, and its hooks."""
+    """What takes the norm's place: the layer, the modules that followed the norm inside it, and its hooks."""
     kept: list[tuple[str, nn.Module]] = [] if norm.activation is None else [("activation", nn.ReLU())]
     if isinstance(norm, Followed):
         kept += [(name, norm.get_submodule(name)) for name in norm.followers]

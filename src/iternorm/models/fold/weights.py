@@ -143,8 +143,8 @@ def fold_into_previous_layer(layer: Any, norm: WhiteningNorm) -> nn.Module:
 def fold_into_next_layer(norm: WhiteningNorm, layer: Any) -> nn.Module:
     """A copy of a convolution or linear layer with the eval-mode `norm` before it multiplied in.
 
-    Raises ValueError for a convolution that pads with zeros, and for a transposed one: zeros put in after the norm are
-    no zeros before it, so there is no exact fold.
+    Raises ValueError for a convolution that pads with zeros, and for a transposed one: zeros that are padded in after
+    the norm would not be zeros before it, so there is no exact fold.
     """
     _check_pair(layer, norm)
     if not takes_a_shift(layer):
@@ -213,7 +213,7 @@ def _check_pair(layer: Any, norm: WhiteningNorm) -> None:
 
 
 def takes_a_shift(layer: Any) -> bool:
-    """Whether a constant added to the input reaches every output alike: no zeros are padded in."""
+    """Whether a constant added to the input reaches every output equally, that is, no zeros are padded in."""
     if isinstance(layer, nn.Linear):
         return True
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):
@@ -224,7 +224,7 @@ def takes_a_shift(layer: Any) -> bool:
 
 
 def with_weights(layer: Any, folded: tuple[Tensor, Tensor, int]) -> Any:
-    """A copy of the layer with new weights of its own: a tensor that it shared stays as it was."""
+    """A copy of the layer with new weights. Tensors that the layer shared with others are not changed."""
     weight, bias, count = folded
     result = copy.copy(layer)
     result._parameters = dict(layer._parameters)

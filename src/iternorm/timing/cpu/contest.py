@@ -11,9 +11,9 @@ from iternorm.timing.cpu.rivals import PAPER_MS, Rival, standard_rivals
 from iternorm.timing.threads import num_threads
 from iternorm.timing.turns import in_turns
 
-# The rivals that the ratios are taken to, by name.
+# The rivals in the denominators of the ratios, by name.
 CONVOLUTION, BATCH_NORM = "conv3x3", "BatchNorm2d"
-# Calls that are made and thrown away before the first round: allocators, algorithm searches and caches settle.
+# Calls that are discarded before the first round, in which allocators, algorithm searches and caches settle.
 WARMUP_ROUNDS = 2
 # The activations of the paper's Table A1.
 TABLE_A1 = (Case((64, 64, 32, 32)), Case((64, 128, 32, 32)))
@@ -29,7 +29,7 @@ def run(
 ) -> dict:
     """Time every rival on every case.
 
-    A round times each rival once, in an order of its own: see `in_turns`.
+    A round times each rival once, in a shuffled order: see `in_turns`.
 
     Args:
         cases: The activations.
@@ -57,7 +57,7 @@ def run(
 
 
 def check_arguments(device: str, rounds: int, threads: int | None = None, quick: bool = False) -> None:
-    """Raise a ValueError for what `run` and `cuda.run` cannot do."""
+    """Raise a ValueError for what `run` and `gpu.run` of the benchmark cannot do."""
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} is not known here: use 'cpu' or 'cuda'")
     if device == "cuda" and not torch.cuda.is_available():

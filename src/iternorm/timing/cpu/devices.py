@@ -120,8 +120,8 @@ def _silenced_stderr() -> Iterator[None]:
 def set_malloc_thresholds() -> bool:
     """Tell glibc to keep large blocks instead of returning them to the system. False where that is not possible.
 
-    glibc maps a large block afresh at each allocation and the system fills it with zeros page by page, which costs a
-    rival more the more it copies, and depends on what ran before. It stays set for the rest of the process.
+    glibc maps a large block afresh at each allocation and the system fills it with zeros page by page, which costs
+    rivals that copy a lot more than others, and depends on what ran before. It stays set for the rest of the process.
     """
     mmap_threshold, trim_threshold = -3, -1
     try:

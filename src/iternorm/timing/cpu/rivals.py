@@ -1,6 +1,6 @@
 """What the layers are timed against: a convolution, BatchNorm, and whitening as it was first written for PyTorch.
 
-A rival is a name and a recipe for a module, so that a table is a list of rivals and a new row is one line.
+A rival is a name and a function that makes a module, so a table is a list of rivals and a new row is one line.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ def standard_rivals(
 
 
 class CopyingIterNorm(nn.Module):
-    """Whitening with the copies that the first PyTorch code of 2019 makes, in our words, from the paper's equations.
+    """Whitening with the copies that the first PyTorch code of 2019 makes, written from the paper's equations.
 
     The activation is copied into ``[g, d, m]``, centred into a second copy, whitened and copied back; the backward does
     the same again. Every Newton iterate is stored. It keeps no running statistics: it is here to be timed in training.

@@ -32,7 +32,7 @@ class CudaRival(Rival):
 
     Attributes:
         exact: Without TF32 in matrix products.
-        compiled: By torch.compile, for the very shape.
+        compiled: By torch.compile, with static shapes.
         slow: Few timings are enough, and all there is time for.
         no_graph: Why it cannot be captured in a CUDA graph; None where it can.
     """
@@ -44,12 +44,12 @@ class CudaRival(Rival):
 
     @property
     def compiles(self) -> bool:
-        """Whether its first step waits for a compiler."""
+        """Whether its first step has to compile something."""
         return self.compiled or self.name.startswith("IterNorm") or self.name.endswith("kernels")
 
 
 def rivals_for(shape: Shape, dtype: torch.dtype, quick: bool = False) -> list[CudaRival]:
-    """The rivals on one activation, alike for both layouts."""
+    """The rivals on one activation, the same for both layouts."""
     from iternorm.layers.norms import DecorrelatedBatchNorm2d, IterNorm2d
 
     channels = shape[1]
@@ -70,10 +70,10 @@ def rivals_for(shape: Shape, dtype: torch.dtype, quick: bool = False) -> list[Cu
     if shape in COMPILED_SHAPES and not quick:
         rivals.insert(2, CudaRival(COMPILED_BATCH_NORM, batch_norm, compiled=True))
     if channels % 64:
-        # The last group of 64 is a smaller one here; 32 divides the channels evenly.
+        # The last group of 64 would be smaller here; 32 divides the channels evenly.
         rivals.append(whitening(32))
     if channels > 128 and not quick:
-        # All together, as the paper has it.
+        # All channels together, as in the paper.
         rivals.append(whitening(channels))
     if shape in TABLE_A1 and not quick:
         rivals += [whitening(64, num_iters=3), whitening(64, num_iters=7)]

@@ -13,7 +13,7 @@ Step = Callable[[], Any]
 
 
 class Gpu:
-    """The clocks of one CUDA device. Tests put another in its place."""
+    """The clocks of one CUDA device. Tests substitute a fake."""
 
     def __init__(self, device: str | torch.device = "cuda"):
         self.device = torch.device(device)
@@ -22,9 +22,9 @@ class Gpu:
         torch.cuda.synchronize(self.device)
 
     def eager_ms(self, step: Step, repeats: int) -> float:
-        """Wall-clock time of a step among `repeats` in a row, the launching of kernels included.
+        """Wall-clock time of one step, from `repeats` steps in a row, kernel launches included.
 
-        Half as many go before, untimed: the CPU's caches hold what another layer needed.
+        Half as many untimed steps come first, because the CPU's caches hold another layer's code.
         """
         for _ in range(repeats // 2):
             step()
@@ -58,7 +58,7 @@ class Gpu:
     def replay_ms(self, graph: Any, repeats: int) -> float:
         """Time of one step of a graph of `repeats`, by CUDA events.
 
-        A replay before the timed one keeps the GPU busy while that is being launched.
+        An untimed replay keeps the GPU busy while the timed one is launched.
         """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         graph.replay()
@@ -73,7 +73,7 @@ class Gpu:
         return torch.cuda.memory_allocated(self.device)
 
     def peak_bytes(self, step: Step, base: int | None = None) -> int:
-        """The most bytes allocated at a time in a step, beyond `base` or what was allocated before it.
+        """The peak of allocated bytes in a step, beyond `base` or what was allocated before it.
 
         The workspaces that cublas keeps from step to step are dropped first, so that they count.
         """
@@ -85,7 +85,7 @@ class Gpu:
         return torch.cuda.max_memory_allocated(self.device) - (before if base is None else base)
 
     def release(self) -> None:
-        """Give back what nobody uses, cached workspaces included."""
+        """Free unused memory, cached workspaces included."""
         self.synchronize()
         clear_cublas = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear_cublas is not None:

@@ -14,11 +14,11 @@ from iternorm.timing.turns import in_turns
 
 # Forward reads the activation twice and writes once, backward reads it and the gradient twice and writes once.
 PASSES = 8
-# Steps that are thrown away before anything is measured, and replays that bring the clocks up.
+# Steps that are discarded before anything is measured, and replays that warm up the clocks.
 WARMUP_STEPS, WARMUP_REPLAYS, WARMUP_ROUNDS = 3, 10, 2
 # Timings of a slow rival, and steps in each.
 SLOW_ROUNDS, SLOW_STEPS = 3, 2
-# Of activations below this an eager step is the CPU's time, which scatters by a third: so many more timings of it.
+# Below this size an eager step is CPU time, which scatters by a third, so there are this many times as many timings.
 SMALL_BYTES, SMALL_ROUNDS = 2**26, 3
 
 
@@ -67,7 +67,7 @@ def run_case(
 ) -> dict:
     """Time all rivals on one activation in the layouts. What fails is in the result, with the reason."""
     if any(rival.compiled for rival in rivals):
-        # What was compiled for other shapes counts towards the number after which torch gives up and runs eagerly.
+        # Compilations for other shapes count towards the limit after which torch gives up and runs eagerly.
         torch.compiler.reset()
     activation_bytes = torch.Size(shape).numel() * dtype.itemsize
     steps = steps_for(activation_bytes)
@@ -113,7 +113,7 @@ def steps_for(activation_bytes: int) -> int:
 
 
 def _guarded(entry: Entry, action: Callable[[], Any]) -> Any:
-    """What `action` gives at the entry's precision; None where it failed, and the entry keeps the reason."""
+    """What `action` returns at the entry's precision, or None if it failed; the entry keeps the reason."""
     if entry.failed is not None:
         return None
     try:

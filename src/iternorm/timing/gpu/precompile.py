@@ -1,7 +1,7 @@
-"""Compile what the contest will run, in several processes at once, into the caches on disk.
+"""Compile what the benchmark will run, in several processes at once, into the caches on disk.
 
-One process after the other would wait minutes for kernels that sixteen cores compile in half a one. Nothing depends on
-it: what was not compiled here is compiled when it is first run.
+One process would wait minutes for kernels that sixteen cores compile in half a minute. This only saves time: what was
+not compiled here is compiled when it is first run.
 """
 
 import multiprocessing
@@ -16,9 +16,9 @@ from iternorm.timing.cpu.devices import Case
 from iternorm.timing.gpu.cases import LAYOUTS, Shape, rivals_for
 from iternorm.timing.gpu.clock import matmul_precision, reason
 
-# A kernel of ours is the same for every batch; one of torch.compile is made for the very shape.
+# Our kernels are the same for every batch size; those of torch.compile are specific to the shape.
 SMALL_BATCH = 4
-# After so many seconds the contest begins with what there is.
+# After so many seconds the benchmark begins with what there is.
 PATIENCE = 150
 
 
@@ -39,7 +39,7 @@ def jobs_for(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], quick: bool
             for rival in rivals_for(shape, dtype, quick):
                 if not rival.compiles:
                     continue
-                # Of a shape our kernels know whether groups are full and whether rows are aligned.
+                # Our kernels depend on a shape only by whether groups are full and rows aligned.
                 kind = shape if rival.compiled else (shape[1] % 64 == 0, shape[2] * shape[3] % 16 == 0)
                 for layout in LAYOUTS:
                     jobs.setdefault((rival.name, kind, dtype, layout), Job(rival.name, shape, dtype, layout))
@@ -74,13 +74,13 @@ def compile_all(jobs: Sequence[Job], device: str = "cuda", processes: int | None
 
 
 def _be_modest() -> None:
-    """Many of these run side by side: no compiler of theirs starts more."""
+    """Many of these run in parallel, so their compilers must not start more processes."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)
 
 
 def _attempt(job: Job, device: str) -> str | None:
-    """Why the first step of a job failed, in words: not every compiler's error can travel between processes."""
+    """Why the first step of a job failed, as text, because not every compiler's error can be pickled."""
     try:
         first_step(job, device)
     except Exception as error:

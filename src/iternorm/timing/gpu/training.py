@@ -35,7 +35,7 @@ class Norm(NamedTuple):
     name: str
     make: NormFactory
     slow: bool = False
-    # Seconds a step on a TITAN Xp, as the paper's appendix has them.
+    # Seconds per step on a TITAN Xp, from the paper's appendix.
     paper_s: float | None = None
 
 
