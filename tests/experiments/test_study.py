@@ -123,7 +123,7 @@ def test_own_network_own_data_own_norm(tmp_path):
     rows = train(RECIPE, context, network=network, source=open_images)
     assert [row["iteration"] for row in rows] == [4, 8]
     assert rows[-1]["test_error"] * 33 % 100 == pytest.approx(0, abs=1e-6)
-    assert context.record == {"processes": 1, "precision": "fp32"}
+    assert context.record == {"precision": "fp32"}
     again = train(
         RECIPE, Context("cpu", lambda *args, **values: None, tmp_path / "b"), network=network, source=open_images
     )

@@ -156,7 +156,7 @@ def test_imagenette_has_rows_of_its_own():
     assert len(recipes) == 15
     assert {(each.data, each.kept_on_device, each.image_size) for each in recipes} == {("imagenette", True, 128)}
     rows = imagenette.compare([])
-    assert [row.paper for row in rows] == [""] * 5
+    assert {row.paper for row in rows} == {""}
     assert not any("top-5" in row.what for row in rows)
 
 

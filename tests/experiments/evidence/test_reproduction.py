@@ -200,7 +200,7 @@ def test_a_report_of_some_experiments(tiny, tmp_path):
     save(tmp_path / "r", tiny, 1)
     paths = reproduction.write(tmp_path / "r", tmp_path, [tiny])
     assert [path.name for path in paths] == ["tiny.md", "tiny.html"]
-    assert paths[0].read_text().startswith("# Tiny: nothing.\n")
+    assert paths[0].read_text().startswith("# Tiny: nothing\n")
     assert_self_contained(paths[1].read_text())
     (several, _) = reproduction.write(tmp_path / "r", tmp_path, [tiny, replace(tiny, id="other")])
     assert several.name == "report.md"

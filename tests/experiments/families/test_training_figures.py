@@ -312,6 +312,28 @@ def test_figures_are_drawn_from_any_part(module, tmp_path):
     module.plot([result(configs[0], diverged=True)]).savefig(tmp_path / "figure.png")
 
 
+def test_what_is_missing_is_shown_as_missing():
+    pytest.importorskip("matplotlib")
+    figure = fig6.plot(results(fig6, cifar_values({("basic", "BN"): (9, 7.6)}), Plan(seeds=1)))
+    assert [axes.get_title() for axes in figure.axes] == [setting.title for setting in SETTINGS.values()]
+    texts = [[text.get_text() for text in axes.texts] for axes in figure.axes]
+    assert texts == [["not run: DBN-16, IterNorm T=5, IterNorm T=5 d=64"], *[["not run"]] * 3]
+    left, right = fig7.plot(results(fig7, lambda config: {} if config["norm"] == "IterNorm T=5" else None)).axes
+    assert [text.get_text() for text in left.texts] == ["not run: T=0, T=1, T=3, T=7"]
+    assert [text.get_text() for text in right.texts] == ["not run: group 256, group 64, group 32, group 1"]
+
+
+def test_a_norm_has_the_same_colour_in_every_figure():
+    pytest.importorskip("matplotlib")
+    expected = {"BN": "#0072b2", "DBN": "#d55e00", "DBN-16": "#d55e00", "IterNorm T=5": "#009e73", "T=5": "#009e73"}
+    expected |= {"group 512": "#009e73", "IterNorm T=5 d=64": "#cc79a7", "group 64": "#cc79a7"}
+    for module in MODULES:
+        figure = module.plot([result(config) for config in module.jobs(Plan(seeds=1))])
+        shown = {line.get_label(): line.get_color() for axes in figure.axes for line in axes.lines}
+        assert {label: shown[label] for label in shown.keys() & expected.keys()}.items() <= expected.items()
+        assert shown.keys() & expected.keys()
+
+
 def test_values_of_a_run():
     run = result({"job": "x"}, losses=(4.0, 2.0, 1.0), test=(50.0, 40.0, 30.0))
     assert curves.final(run, "train_loss") == 1

@@ -149,7 +149,10 @@ class TestEveryExperiment:
         figure = experiment.plot(state.finished)
         figure.savefig(tmp_path / "figure.png", dpi=50)
         assert (tmp_path / "figure.png").stat().st_size > 2000
-        assert all(axes.has_data() for axes in figure.axes)
+        # The small size leaves out some of the configurations: their panels say that they were not run.
+        for axes in figure.axes:
+            assert axes.has_data() or [text.get_text() for text in axes.texts] == ["not run"]
+        assert any(axes.has_data() for axes in figure.axes)
         # Any part of the results is enough to draw and to judge.
         for part in (state.finished[:1], state.finished[-1:]):
             experiment.plot(part).savefig(tmp_path / "part.png", dpi=50)

@@ -52,6 +52,7 @@ def test_results_hold_what_made_them(counting, tmp_path):
     assert content["rows"] == [{"value": 2}, {"value": None}]
     assert content["seconds"] >= 0
     assert {"commit", "torch", "machine", "time", "device"} <= set(content["provenance"])
+    assert (content["provenance"]["processes"], content["provenance"]["compile"]) == (1, False)
     state = registry.survey(counting, tmp_path)
     assert [result.rows[0]["value"] for result in state.finished] == [2, 4]
     assert (state.total, state.missing, state.running, state.unusable) == (2, (), 0, ())
@@ -115,6 +116,32 @@ def test_an_interrupt_leaves_the_checkpoint_and_no_claim(counting, tmp_path):
     config = counting.jobs()[0]
     assert (registry.work_folder(tmp_path, "counting", config) / "checkpoint").exists()
     assert registry.survey(counting, tmp_path).running == 0
+
+
+def test_what_a_job_notes_is_kept_with_its_result(counting, tmp_path):
+    works = counting.module.run
+
+    def noting(config, context):
+        context.record["data"] = {"name": "pictures", "classes": config["number"]}
+        return works(config, context)
+
+    counting.module.run = noting
+    first, second = swept(counting, tmp_path, options=sweep.Options(compile=True))
+    made = json.loads(first.path.read_text())["provenance"]
+    assert (made["data"], made["compile"]) == ({"name": "pictures", "classes": 1}, True)
+    assert second.result.provenance["data"]["classes"] == 2
+
+
+def test_the_commit_is_that_of_the_code_that_ran(counting, tmp_path, monkeypatch):
+    commits = iter(["first", "second", "third", "fourth", "fifth"])
+    monkeypatch.setattr(sweep, "provenance", lambda device="cpu": {"commit": next(commits), "device": device})
+    sweep._commit.cache_clear()
+    try:
+        found = [outcome.result.provenance["commit"] for outcome in swept(counting, tmp_path)]
+    finally:
+        sweep._commit.cache_clear()
+    # A checkout that moves on while jobs run changes nothing of the code in memory.
+    assert found == ["first", "first"]
 
 
 def test_a_resumed_jobs_time_is_that_of_all_its_processes(counting, tmp_path, monkeypatch):

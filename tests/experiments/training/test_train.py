@@ -55,6 +55,19 @@ def weights(folder):
     return (path / "weights.safetensors").read_bytes(), (path / "momentum.safetensors").read_bytes()
 
 
+def test_a_run_notes_its_precision_and_what_a_folder_held(tmp_path):
+    pytest.importorskip("PIL")
+    recipe = Recipe(
+        "generated-imagenet", "resnet-18", "BN", 8, 0.01, 1, train_examples=16, test_examples=8, width=1 / 16
+    )
+    recipe = replace(recipe, image_size=32, kept_on_device=True)
+    context = Context("cpu", lambda *args, **values: None, tmp_path)
+    train(recipe, context)
+    assert context.record["precision"] == "fp32"
+    assert context.record["data"]["classes"] == 12
+    assert len(context.record["data"]["listing_sha256"]) == 64
+
+
 def test_rows_say_what_was_trained(tmp_path):
     recipe = replace(MLP, milestones=(1,), gamma=0.1, eval_every=2)
     rows = train(recipe, context(tmp_path))

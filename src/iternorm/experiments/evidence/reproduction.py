@@ -85,7 +85,7 @@ def _collect(root: Path, experiments: Sequence[Experiment] | None = None) -> tup
         summary.append(f"Of {len(counted)} claims of the paper: {_counted(counted)}.")
     legend = tuple((Verdicts(((verdict, verdict.value),)), meaning) for verdict, meaning in _MEANINGS.items())
     summary += ["What the verdicts mean:", Table(("verdict", "it takes"), legend)]
-    title = _TITLE if experiments is None else chosen[0].title if len(chosen) == 1 else "Studies"
+    title = _TITLE if experiments is None else sections[0].title if len(chosen) == 1 else "Studies"
     return title, summary, sections
 
 
@@ -262,7 +262,7 @@ def _how(made: Mapping[str, Any]) -> str:
         known.append(made["precision"])
     if made.get("compile"):
         known.append("compiled")
-    return ", ".join(known) or ("eager" if "compile" in made else "unknown")
+    return ", ".join(known) or "unknown"
 
 
 def _data(finished: Iterable[Result]) -> list[Block]:

@@ -4,6 +4,7 @@ Any number of processes may run at once on one results folder. Under `torchrun` 
 time: the first one claims it, decides, saves and reports, and tells the others what it decided.
 """
 
+import functools
 import os
 import shutil
 import time
@@ -184,6 +185,8 @@ def context_for(
 def execute(experiment: Experiment, config: Config, context: Context, threads: int | None = None) -> Result:
     """Run a job here and now. A folder without a checkpoint is not left behind where it fails."""
     stopwatch = Stopwatch(context.folder, keeps=is_first_process())
+    # Before the run: the commit may have moved on when it ends.
+    commit = _commit()
 
     def step(done: int, total: int, **values: Any) -> None:
         stopwatch.keep()
@@ -196,7 +199,8 @@ def execute(experiment: Experiment, config: Config, context: Context, threads: i
             if context.folder.exists() and all(path.name == stopwatch_file for path in context.folder.iterdir()):
                 shutil.rmtree(context.folder)
             raise
-        made = {**provenance(context.device), "compile": context.compile, **context.record}
+        how = {"commit": commit, "processes": num_processes(), "compile": context.compile}
+        made = {**provenance(context.device), **how, **context.record}
         return Result(experiment.home, config, rows, stopwatch.seconds, made)
 
 
@@ -211,6 +215,17 @@ def conclude(experiment: Experiment, result: Result, root: Path, taken: Taken) -
     return Outcome(experiment, result.config, path, "ran", result, taken.set_aside)
 
 
+@functools.cache
+def _commit() -> str | None:
+    """The commit of the code that this process runs."""
+    return provenance()["commit"]
+
+
+def num_processes() -> int:
+    """How many processes `torchrun` started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def is_first_process() -> bool:
     """Whether this process speaks for all that `torchrun` started; true without it."""
     return int(os.environ.get("RANK", "0")) == 0
@@ -220,7 +235,7 @@ class _Ranks:
     """The processes that `torchrun` started, or this one alone."""
 
     def __init__(self, device: str) -> None:
-        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.size = num_processes()
         self.is_first = is_first_process()
         self._state = None
         if self.size > 1:

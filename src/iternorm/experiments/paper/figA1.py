@@ -55,7 +55,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
             "The smallest (T=1) and the largest (T=9) iteration number both have the worse training efficiency.",
             outcomes.extremes_are_worse([trained[norm] for norm in steps]),
             f"Training error (%), averaged over the iterations: {outcomes.told(trained)}. "
-            f"Final training loss: {outcomes.told(losses, '.3g')}.",
+            f"Final training loss: {outcomes.told(losses, '#.3g')}.",
         ),
         Claim(
             "With T=9 IterNorm has significantly worse test performance.",

@@ -159,7 +159,7 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
             what = f"{row['name']}, {channels} channels, {device}"
             note = f"{row['median_ms']:.3g} ms; the paper {row['paper_ms']} ms on a TITAN Xp"
             ratio = f"{row['paper_ratio_to_convolution']:.2f}"
-            found.append(Comparison(what, ratio, (row["ratio_to_convolution"],), unit="× convolution", note=note))
+            found.append(Comparison(what, ratio, (row["ratio_to_convolution"],), unit="× conv", note=note))
     return found
 
 

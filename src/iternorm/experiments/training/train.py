@@ -183,7 +183,6 @@ class _Run:
         self.accelerator = accelerator
         device, processes = accelerator.device, accelerator.num_processes
         self.source = source(recipe, device, rank=accelerator.process_index, world_size=processes)
-        context.record["processes"] = processes
         context.record["precision"] = recipe.precision
         if record := getattr(self.source, "record", None):
             context.record["data"] = record
