@@ -34,7 +34,7 @@ class Recipe:
         augment: Crop and flip the training images at random.
         precision: ``fp32`` is torch's defaults, in which a GPU's convolutions are in TF32; ``tf32`` lets products of
             matrices be so too; ``bf16`` is autocast, and TF32 for what stays in fp32.
-        channels_last: The memory format of images and weights.
+        channels_last: The memory format of images and weights on a GPU; a CPU always trains in the contiguous one.
         eval_every: Rows between evaluations on the test set, so epochs where `record_every` is None; the last always
             has one.
         record_every: Iterations between rows inside an epoch; None is one row an epoch.

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from checks import relative_error, worst
 from gpu_checks import BUDGETS, activation, layer_for
+
 from iternorm import DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, solvers
 
 pytestmark = [

@@ -15,7 +15,7 @@ pytest.importorskip("safetensors")
 from iternorm.experiments.data.sources import open_source
 from iternorm.experiments.jobs.registry import Context
 from iternorm.experiments.recipe import Recipe
-from iternorm.experiments.training import graph, watch
+from iternorm.experiments.training import checkpoint, graph, watch
 from iternorm.experiments.training import train as train_module
 from iternorm.experiments.training.checkpoint import CheckpointError
 from iternorm.experiments.training.graph import CapturedStep, EagerStep, is_capturable, new_scores, score
@@ -248,10 +248,23 @@ def test_runs_of_different_precision_in_one_process(tmp_path):
     assert losses["bf16"][0] == pytest.approx(losses["fp32"][0], rel=0.02)
 
 
-def test_channels_last_is_the_same_network(tmp_path):
-    first = train(replace(WRN, dropout=0.0), context(tmp_path / "a"))
-    second = train(replace(WRN, dropout=0.0, channels_last=True), context(tmp_path / "b"))
-    assert second[0]["train_loss"] == pytest.approx(first[0]["train_loss"], rel=1e-3)
+def test_channels_last_is_left_to_gpus(tmp_path, monkeypatch):
+    # oneDNN corrupts memory in the backward of this network in channels_last on a CPU without AVX-512, for which
+    # ONEDNN_MAX_CPU_ISA=AVX2 stands anywhere.
+    recipe, formats = replace(WRN, dropout=0.0, max_iterations=1), []
+
+    def spy(name, *args, **words):
+        model = build(name, *args, **words)
+        model.register_forward_pre_hook(lambda _, given: formats.append(given[0].is_contiguous()))
+        return model
+
+    monkeypatch.setattr("iternorm.experiments.train.build", spy)
+    first = train(recipe, context(tmp_path / "a"))
+    second = train(replace(recipe, channels_last=True), context(tmp_path / "b"))
+    assert first[0]["train_loss"] == second[0]["train_loss"]
+    assert all(formats)
+    # The recipe is still the one that was asked for: a GPU can go on from here.
+    assert checkpoint.load(tmp_path / "b", replace(recipe, channels_last=True)).rows == second
 
 
 def test_progress_is_told_now_and_then(tmp_path, monkeypatch):
