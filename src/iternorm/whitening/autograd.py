@@ -27,6 +27,10 @@ def whiten(
         The output, and without gradient the mean ``[C]``, the covariance (without eps) and the whitening matrices
         ``[G, d, d]`` of the batch.
     """
+    if torch.compiler.is_compiling() and modes.is_exporting_in_torch_2_6():
+        # It cannot export an autograd.Function with a dynamic batch. Without a gradient it sees only the forward, which
+        # is all that an exported program has in any version.
+        x, (weight, bias) = x.detach(), (t if t is None else t.detach() for t in (weight, bias))
     return _Whiten.apply(x, weight, bias, settings, kernel_iteration)  # pyright: ignore[reportReturnType]
 
 

@@ -41,3 +41,16 @@ def wants_graph(grad: Tensor) -> bool:
 def is_batched(grad: Tensor) -> bool:
     """Whether it stands for many gradients: ``is_grads_batched=True`` is no transform of `torch.func`."""
     return torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_exporting_in_torch_2_6() -> bool:
+    """Whether torch 2.6 exports this call. Later versions answer by themselves, and need no special treatment."""
+    if hasattr(torch.compiler, "is_exporting"):
+        return False
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().export
+
+
+# What torch.compiler.assume_constant_result sets, without the import of torch._dynamo: called, not traced.
+is_exporting_in_torch_2_6._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
