@@ -13,7 +13,7 @@ from iternorm.experiments.jobs import locks
 HOLD = """
 import sys, time
 from pathlib import Path
-from iternorm.experiments import locks
+from iternorm.experiments.jobs import locks
 held = locks.claim(Path(sys.argv[1]))
 print(held is not None, flush=True)
 time.sleep(60)
@@ -107,7 +107,7 @@ def test_a_dead_process_keeps_nothing(tmp_path):
 FORK = """
 import os, signal, sys
 from pathlib import Path
-from iternorm.experiments import locks
+from iternorm.experiments.jobs import locks
 path = Path(sys.argv[1])
 held = locks.claim(path)
 read, write = os.pipe()

@@ -21,7 +21,7 @@ from iternorm.experiments.training.checkpoint import CheckpointError
 from iternorm.experiments.training.graph import CapturedStep, EagerStep, is_capturable, new_scores, score
 from iternorm.experiments.training.train import periods, train
 from iternorm.networks.models import build
-from iternorm.whitening import fused
+from iternorm.whitening.dispatch import Backend
 
 MLP = Recipe("generated-mnist", "mlp", "BN", 32, 0.1, 3, momentum=0.9, train_examples=200, test_examples=70, width=0.2)
 WRN = Recipe(
@@ -332,8 +332,9 @@ def test_a_device_that_is_not_there(tmp_path, device, message):
 def test_what_can_be_captured(monkeypatch):
     gpu = torch.device("cuda")
     # Without triton or with large groups ZCA is an eigendecomposition, which makes the host wait.
-    monkeypatch.setattr(fused, "are_kernels_best", lambda x, size, solver: size <= 64)
-    monkeypatch.setattr(graph, "_like", lambda layer: type("OnGpu", (), {"is_cuda": True})())
+    kernels = {True: Backend.TRITON, False: Backend.VERBS}
+    monkeypatch.setattr(graph, "choose", lambda settings, x: kernels[settings.group_size <= 64])
+    monkeypatch.setattr(graph, "_like", lambda layer: None)
     captured = {"plain": True, "BN": True, "IterNorm T=5": True, "DBN-16": True, "DBN": False, "DBN-16 pca": False}
     for norm, expected in captured.items():
         model = build("mlp", norm, 10, (1, 4, 4))
