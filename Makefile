@@ -36,7 +36,7 @@ test-versions:
 	$(PYTHON) tests/helpers/versions.py $(VERSIONS)
 
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 10 -p no:benchmark -p no:cacheprovider tests
 
 check: setup
 	$(BIN)/ruff check .

@@ -206,7 +206,7 @@ def composed_backward(grad: Tensor, inputs, needs, settings: Settings) -> list:
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), no_autocast(inputs[0]):
         solve = solvers.composed if modes.is_batched(grad) else _solved
-        y = _composed(*inputs, settings, solve)[0]
+        y = _composed(*inputs, settings=settings, solve=solve)[0]
         gradients = iter(torch.autograd.grad(y, wanted, grad, create_graph=create_graph))
     return [next(gradients) if needed else None for needed in needs]
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
-from iternorm.backends.triton import devices, plan, shapes
+from iternorm.backends.triton import devices, iteration, plan, shapes
 from iternorm.whitening import fused, settings
 
 # Shape, group size, number of steps, channels_last.
@@ -185,21 +185,21 @@ def test_zca_is_twice_differentiable_as_the_torch_path():
 
 
 @pytest.mark.parametrize(
-    ("count", "size", "num_iters"), [(2, 72, 5), (1, 128, 2), (3, 32, 3), (1, 33, 7), (2, 40, 1), (3, 9, 0)]
+    ("count", "size", "num_iters"),
+    [(2, 72, 5), (1, 128, 2), (3, 32, 3), (1, 33, 7), (2, 40, 1), (3, 9, 0), (1, 40, 24)],
 )
-@pytest.mark.parametrize("keep", [True, False])
-def test_the_iteration_of_large_groups_equals_the_solver(count, size, num_iters, keep, poisoned_memory):
+def test_the_iteration_of_large_groups_equals_the_solver(count, size, num_iters, poisoned_memory):
     factors = torch.randn(count, size, 4 * size, dtype=torch.float64)
     covariance = (factors @ factors.mT / (4 * size)).requires_grad_()
     expected = solvers.newton(covariance, num_iters)
     grad = torch.randn_like(expected)
     (wanted,) = torch.autograd.grad(expected, covariance, grad)
     single = covariance.detach().float()
-    whitening, saved = solvers.solve(single, "newton_triton", num_iters, keep)
-    found = solvers.solve_backward(grad.float(), single, whitening, saved, "newton_triton", num_iters)
-    assert len(saved) == keep
+    whitening, kept = iteration.solve(single, num_iters)
+    found = iteration.solve_backward(grad.float(), single, whitening, kept, num_iters)
     assert relative_error(whitening, expected) < 2e-6
-    assert relative_error(found, (wanted + wanted.mT) / 2) < 2e-6
+    # Each step rounds: 24 of them leave 3e-6 in fp32, and 2e-2 where dR is not kept symmetric.
+    assert relative_error(found, (wanted + wanted.mT) / 2) < (2e-6 if num_iters < 13 else 1e-5)
 
 
 # float16 is a dtype that the interpreter multiplies; bfloat16, of which the other parts are, it does not.

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from iternorm import solvers
-from iternorm.backends.triton.device.large import combine, differentiate, settle
+from iternorm.backends.triton.device.large import combine, differentiate, settle, symmetrize
 from iternorm.backends.triton.device.large_ends import blend, finish, prepare, start
 from iternorm.backends.triton.runtime import Launch, Launches, on_device
 from iternorm.backends.triton.shapes import INTERPRETED, is_watched, parts, precision, slots_of
@@ -156,7 +156,10 @@ class Iteration:
             before, residual, iterate = kept[k - 1], kept[k], kept[steps + k - 1]
             calls.append(("product", (d_residual, before, *(absent,) * 6, shared, 1.0, 0.0)))
             calls.append(("differentiate", (shared, before, d_residual, other_residual)))
-            d_residual, other_residual = other_residual, d_residual
+            if k >= solvers.UNWATCHED_STEPS:
+                calls.append(("symmetrize", (other_residual, d_residual)))
+            else:
+                d_residual, other_residual = other_residual, d_residual
             products = (d_iterate, residual, iterate, d_residual, d_iterate, absent)
             if k < steps - 1:
                 calls.append((_name("pair", k), (*products, absent, absent, other_iterate, -0.5, 1.5)))
@@ -189,6 +192,8 @@ class Iteration:
                 # At a depth of 64 two warps run out of registers (seen in the compiler's report, not timed).
                 words = {**words, "DEPTH": 32}
             return self._launch(differentiate, (fp32,) * 4, 0, words)
+        if name == "symmetrize":
+            return self._launch(symmetrize, (fp32,) * 2, 0, self._matrices)
         if name == "settle":
             words = {**self._matrices, "PADDED": self._groups["PADDED"]}
             return self._launch(settle, (fp32,) * 3, 0, words)

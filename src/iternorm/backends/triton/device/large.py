@@ -171,3 +171,14 @@ def differentiate(
     both += load_flipped(shared_ptr + matrix, rows, columns, N, WHOLE)
     acc = 0.25 * acc - 1.5 * both + 2.25 * load_block(d_residual_ptr + matrix, rows, columns, N, WHOLE)
     store_block(out_ptr + matrix, rows, columns, acc, N, WHOLE)
+
+
+@triton.jit
+def symmetrize(matrix_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr):
+    """The symmetric part. What rounding leaves of the other part in dR grows 2.5 times a step where R = I."""
+    follow(PDL)
+    rows, columns, group = tile_of(N, BLOCK)
+    matrix = group * N * N
+    block = load_block(matrix_ptr + matrix, rows, columns, N, WHOLE)
+    block += load_flipped(matrix_ptr + matrix, rows, columns, N, WHOLE)
+    store_block(out_ptr + matrix, rows, columns, 0.5 * block, N, WHOLE)
