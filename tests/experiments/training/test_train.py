@@ -258,7 +258,7 @@ def test_channels_last_is_left_to_gpus(tmp_path, monkeypatch):
         model.register_forward_pre_hook(lambda _, given: formats.append(given[0].is_contiguous()))
         return model
 
-    monkeypatch.setattr("iternorm.experiments.train.build", spy)
+    monkeypatch.setattr(train_module, "build", spy)
     first = train(recipe, context(tmp_path / "a"))
     second = train(replace(recipe, channels_last=True), context(tmp_path / "b"))
     assert first[0]["train_loss"] == second[0]["train_loss"]
