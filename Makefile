@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Interpreters, each with a version of torch; the least and the newest that are supported.
+VERSIONS ?= python3.10=2.6 python3.12=newest
 
-.PHONY: help setup demo test test-gpu check format report bench bench-gpu clean
+.PHONY: help setup demo test test-versions test-gpu check format report bench bench-gpu clean
 
 help:
 	@echo "make demo      train the paper's MLP on handwritten digits with four normalizations and write a report"
 	@echo "make test      run the tests"
+	@echo "make test-versions run the core's tests with the oldest and the newest supported torch; VERSIONS=... for others"
 	@echo "make check     lint, formatting and types"
 	@echo "make test-gpu  run the tests that need a CUDA device, from the tree, with the system's torch"
 	@echo "make report    write docs/reproduction.md and .html from the results of experiments"
@@ -28,6 +31,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-versions:
+	$(PYTHON) tests/versions.py $(VERSIONS)
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests
@@ -51,4 +57,4 @@ bench-gpu:
 	PYTHONPATH=src $(PYTHON) benchmarks/run.py --device cuda
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist iternorm-demo
+	rm -rf $(VENV) .versions .pytest_cache .ruff_cache .hypothesis dist iternorm-demo

@@ -39,8 +39,8 @@ def exported(model, example):
 
 
 def run_onnx(model, example, x, folder):
-    import onnxruntime
-
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
     path = folder / "model.onnx"
     torch.onnx.export(model, (example,), path, dynamo=True, verbose=False, dynamic_shapes=({0: "batch"},))
     session = onnxruntime.InferenceSession(path)

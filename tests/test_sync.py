@@ -133,6 +133,8 @@ def test_second_derivatives_raise(ranks):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_data_parallel_gradients_are_the_mean_over_ranks_of_the_whole_batch(ranks, kind):
+    if kind not in ranks[0]:
+        pytest.skip("torch 2.6 shards on GPUs only")
     model = sync_ranks.network()
     model(sync_ranks.network_batch()).square().sum().backward()
     for rank in ranks:

@@ -70,6 +70,23 @@ def test_compile_channels_last_zca():
     assert compiled(x).is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_compile_eval_with_even_and_ragged_groups(memory_format):
+    # Inductor of torch 2.6 to 2.9 cannot lower a convolution of a slice. A batch of one is where a copy of a slice of
+    # channels looks like the slice.
+    torch._dynamo.reset()
+    model = nn.Sequential(
+        IterNorm2d(8, group_size=4), IterNorm2d(8, group_size=3, affine=False), IterNorm2d(8, affine=False)
+    )
+    for _ in range(2):
+        model(correlated(16, 8, 4, 4, dtype=torch.float32))
+    model.eval()
+    x = torch.randn(1, 8, 4, 4).contiguous(memory_format=memory_format)
+    with torch.no_grad():
+        assert relative_error(torch.compile(model, fullgraph=True)(x), model(x)) < 1e-5
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", [IterNorm2d, DecorrelatedBatchNorm2d])
 def test_export_with_a_dynamic_batch(kind, training):

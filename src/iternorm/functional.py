@@ -254,14 +254,15 @@ def apply(
     with ops.no_autocast(x):
         matrix, offset = ops.fold_affine(whitening, mean, weight, bias, group_size)
         activation = (x.unsqueeze(2) if x.ndim == 2 else x).to(dtype)
+        parts = groups.parts(x.shape[1], group_size)
+        operands = [(activation, matrix, offset)]
+        if len(parts) > 1:
+            # Inductor of torch 2.6 to 2.9 cannot lower a convolution of a slice on the CPU, and removes some copies of
+            # slices. A product it keeps. Eager convolutions copy a slice anyway.
+            operands = [(activation[:, p.channels] * 1, p.of(matrix) * 1, offset[p.channels] * 1) for p in parts]
         outputs = [
-            convolve(
-                activation[:, part.channels],
-                part.of(matrix).reshape(part.count * part.size, part.size, *(1,) * spatial),
-                offset[part.channels],
-                groups=part.count,
-            )
-            for part in groups.parts(x.shape[1], group_size)
+            convolve(values, weights.reshape(-1, part.size, *(1,) * spatial), shift, groups=part.count)
+            for part, (values, weights, shift) in zip(parts, operands, strict=True)
         ]
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
     if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous():

@@ -123,8 +123,25 @@ def whiten(
         The output, and without gradient the mean ``[C]``, the covariance (without eps) and the whitening matrices
         ``[G, d, d]`` of the batch.
     """
+    if torch.compiler.is_compiling() and _is_exporting_in_torch_2_6():
+        # It cannot export an autograd.Function with a dynamic batch. Without a gradient it sees only the forward, which
+        # is all that an exported program has in any version.
+        x, (weight, bias) = x.detach(), (t if t is None else t.detach() for t in (weight, bias))
     args = (x, weight, bias, group_size, solver, num_iters, eps, process_group, impl)
     return _Whiten.apply(*args)  # pyright: ignore[reportReturnType]
+
+
+def _is_exporting_in_torch_2_6() -> bool:
+    # Later ones have the question that this one answers by itself.
+    if hasattr(torch.compiler, "is_exporting"):
+        return False
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().export
+
+
+# What torch.compiler.assume_constant_result sets, without the import of torch._dynamo: called, not traced.
+_is_exporting_in_torch_2_6._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class _Whiten(torch.autograd.Function):

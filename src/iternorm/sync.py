@@ -89,6 +89,9 @@ class SyncIterNorm(_IterNorm):
         # The layer's own number where they agree: under `torch.compile` the input's may be a symbol.
         channels = self.num_features if input.shape[1] == self.num_features else input.shape[1]
         own = (channels, self.num_features, size, self.num_iters, double)
+        # In torch 2.6 the layer's own numbers may be symbols too, once layers of two sizes were compiled. A range makes
+        # them numbers.
+        own = tuple(len(range(number)) for number in own)
         every = collective.gather_integers(own, group, input.device)
         names = ("the channel count of the input", "num_features", "group_size", "num_iters", "fp64 input (1) or not")
         for name, values in zip(names, zip(*every, strict=True), strict=True):
