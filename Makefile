@@ -6,11 +6,12 @@ STAMP := $(VENV)/.installed
 # Interpreters, each with a version of torch; the least and the newest that are supported.
 VERSIONS ?= python3.10=2.6 python3.12=newest
 
-.PHONY: help setup demo test test-versions test-gpu check format report bench bench-gpu clean
+.PHONY: help setup demo test test-rare test-versions test-gpu check format report bench bench-gpu clean
 
 help:
 	@echo "make demo      train the paper's MLP on handwritten digits with four normalizations and write a report"
 	@echo "make test      run the tests"
+	@echo "make test-rare run those that take long and seldom break, such as compiling kernels for other GPUs"
 	@echo "make test-versions run the core's tests with the oldest and the newest supported torch; VERSIONS=... for others"
 	@echo "make check     lint, formatting and types"
 	@echo "make test-gpu  run the tests that need a CUDA device, from the tree, with the system's torch"
@@ -30,7 +31,10 @@ demo: setup
 	$(BIN)/iternorm demo
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not rare"
+
+test-rare: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m rare
 
 test-versions:
 	$(PYTHON) tests/helpers/versions.py $(VERSIONS)

@@ -180,6 +180,7 @@ def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):
         IterNorm2d(16, impl="triton")(torch.randn(4, 16, 3, 3))
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
