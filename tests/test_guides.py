@@ -1,6 +1,7 @@
 """The guides' code runs, and prints what they say it prints."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ def blocks(tmp_path, monkeypatch):
     (tmp_path / "nets.py").write_text(python[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    # A file of that name may have been imported from another folder before.
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
     return {"python": python, "console": [code for language, code in found if language == "console"]}
 
 

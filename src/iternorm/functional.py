@@ -55,6 +55,7 @@ def iter_norm(
             writing the activation once more.
 
     Example:
+        >>> import torch
         >>> x = torch.randn(32, 8, 4, 4)
         >>> y = iter_norm(x, training=True, group_size=4)
         >>> y.shape

@@ -416,7 +416,7 @@ def test_a_tensor_that_outlives_a_transform_is_normalized():
 
 
 def test_a_transform_is_computed_by_ordinary_operators():
-    layer = layer_for((6, 8, 3, 3), group_size=4, impl="triton")
+    layer = layer_for((6, 8, 3, 3), group_size=4)
     x = torch.randn(6, 8, 3, 3)
     layer(x)
     leaf = x.clone().requires_grad_()

@@ -13,7 +13,7 @@ if torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from iternorm.backends.triton import plan, shapes
+from iternorm.backends.triton import iteration, plan, shapes
 from iternorm.backends.triton.device import newton
 from iternorm.whitening import settings
 
@@ -65,8 +65,8 @@ def on_chip(covariance, grad, num_iters):
 
 
 def by_launches(covariance, grad, num_iters):
-    whitening, saved = solvers.solve(covariance, "newton_triton", num_iters, keep=True)
-    return whitening, solvers.solve_backward(grad, covariance, whitening, saved, "newton_triton", num_iters)
+    whitening, kept = iteration.solve(covariance, num_iters)
+    return whitening, iteration.solve_backward(grad, covariance, whitening, kept, num_iters)
 
 
 @pytest.mark.parametrize(
