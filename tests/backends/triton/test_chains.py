@@ -75,11 +75,11 @@ def test_the_iteration_alone_is_one_chain_each_way(num_iters, monkeypatch):
     with Operations() as operations:
         whitening, saved = iteration.solve(covariance, num_iters)
         iteration.solve_backward(covariance, covariance, whitening, saved, num_iters)
-    # The steps after the twelfth are watched.
-    settled = ["settle"] * max(0, num_iters - 12)
-    assert [name for name in chains[0] if name == "settle"] == settled
-    forward = max(1, 3 * num_iters - 2) + len(settled)
-    assert [len(names) for names in chains] == [forward, max(2, 3 * num_iters - 1)]
+    # The steps after the twelfth are watched, and their derivative is kept symmetric.
+    watched = max(0, num_iters - 12)
+    assert [chains[0].count("settle"), chains[1].count("symmetrize")] == [watched, watched]
+    forward, backward = max(1, 3 * num_iters - 2), max(2, 3 * num_iters - 1)
+    assert [len(names) for names in chains] == [forward + watched, backward + watched]
     assert operations.names <= MEMORY
 
 
