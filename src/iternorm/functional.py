@@ -27,6 +27,7 @@ def iter_norm(
     num_iters: int = 5,
     impl: str = "auto",
     activation: str | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Iterative normalization: whiten each group of channels by `num_iters` Newton steps, scale and shift.
 
@@ -53,6 +54,7 @@ def iter_norm(
         impl: "auto", "triton", "native", "torch" or "reference".
         activation: None, or "relu": the output goes through it. The kernels do that in passing, which saves reading and
             writing the activation once more.
+        residual: like the input: added to the output, before the activation, and in passing too.
 
     Example:
         >>> import torch
@@ -61,7 +63,7 @@ def iter_norm(
         >>> y.shape
         torch.Size([32, 8, 4, 4])
     """
-    tensors = (input, running_mean, running_whitening, weight, bias, running_covariance, num_batches_tracked)
+    tensors = (input, running_mean, running_whitening, weight, bias, running_covariance, num_batches_tracked, residual)
     if has_torch_function(tensors):
         return handle_torch_function(
             iter_norm,
@@ -80,6 +82,7 @@ def iter_norm(
             num_iters=num_iters,
             impl=impl,
             activation=activation,
+            residual=residual,
         )
     num_iters = validation.check_num_iters(num_iters)
     return _normalize(
@@ -98,6 +101,7 @@ def iter_norm(
         num_iters,
         impl,
         activation,
+        residual,
     )
 
 
@@ -117,12 +121,13 @@ def decorrelated_batch_norm(
     solver: str = "zca",
     impl: str = "auto",
     activation: str | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Decorrelated batch normalization: whiten each group of channels exactly, scale and shift.
 
     As `iter_norm`, with `solver` "zca" (the paper's DBN), "pca" or "cholesky" in place of the Newton iteration.
     """
-    tensors = (input, running_mean, running_whitening, weight, bias, running_covariance, num_batches_tracked)
+    tensors = (input, running_mean, running_whitening, weight, bias, running_covariance, num_batches_tracked, residual)
     if has_torch_function(tensors):
         return handle_torch_function(
             decorrelated_batch_norm,
@@ -141,6 +146,7 @@ def decorrelated_batch_norm(
             solver=solver,
             impl=impl,
             activation=activation,
+            residual=residual,
         )
     validation.check_solver(solver)
     return _normalize(
@@ -159,6 +165,7 @@ def decorrelated_batch_norm(
         0,
         impl,
         activation,
+        residual,
     )
 
 
@@ -178,8 +185,10 @@ def _normalize(
     num_iters: int,
     impl: str,
     activation: str | None,
+    residual: Tensor | None,
 ) -> Tensor:
     validation.check_input(x)
+    validation.check_residual(residual, x)
     group_size = validation.check_group_size(group_size)
     momentum = validation.check_momentum(momentum)
     validation.check_impl(impl)
@@ -215,4 +224,4 @@ def _normalize(
         statistics = Running(
             running_mean, running_matrix, num_batches_tracked, momentum, running_covariance is not None
         )
-    return normalize(x, weight, bias, settings, statistics, training)
+    return normalize(x, weight, bias, settings, statistics, training, residual=residual)

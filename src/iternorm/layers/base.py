@@ -171,11 +171,13 @@ class WhiteningNorm(BatchNormWithoutVariance):
             self._check_attributes()
         return inverse_sqrt(matrix, self.num_features, self._settings)[0]
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalize `input`, and add `residual`, which is like it, to the output before the activation."""
         if isinstance(input, Proxy):
             # A layer is one node of a traced graph, as torch's own layers are.
             tracer: Any = input.tracer
-            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+            more = {} if residual is None else {"residual": residual}
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), more)
         weight, bias, mean, matrix, count = self._tensors()
         training = self.training
         # As in BatchNorm: running statistics are updated in training if they are kept, and used in eval if they exist.
@@ -189,13 +191,15 @@ class WhiteningNorm(BatchNormWithoutVariance):
         key = self._cache_key(input, weight, bias, mean, matrix, group) if eager else None
         if eager and key == self._last_key:
             # Same shape, dtype and settings as the last batch: the checks below have already passed.
-            return fused.whiten_eagerly(input, weight, bias, self._settings, statistics)
+            validation.check_residual(residual, input)
+            return fused.whiten_eagerly(input, weight, bias, self._settings, statistics, residual)
         self._check(input, weight, bias, mean, matrix)
+        validation.check_residual(residual, input)
         settings = self._settings if group is None else self._settings._replace(process_group=group)
         if eager and batch_statistics and group is None and not self._warned:
             self._warn_of_few_values(input, settings.group_size)
         backend = dispatch.choose(settings, input)
-        output = normalize(input, weight, bias, settings, statistics, batch_statistics, backend)
+        output = normalize(input, weight, bias, settings, statistics, batch_statistics, backend, residual)
         if backend is Backend.TRITON and training and eager:
             self._last_key = key
         return output

@@ -74,13 +74,13 @@ class SyncIterNorm(_IterNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         """Any rank that `iternorm.functional` takes."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         group = None if isinstance(input, Proxy) else self._process_group(input)
         # A rank whose input does not fit its layer raises there; before that, its peers must hear of it.
         if group is not None and self.training and self._agreed != group.name:
             self._check_agreement(input, group)
             self._agreed = group.name
-        return super().forward(input)
+        return super().forward(input, residual)
 
     def _process_group(self, input: Tensor) -> collective.Group | None:
         return collective.active_group(self.process_group)

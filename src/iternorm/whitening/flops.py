@@ -46,12 +46,15 @@ def _affine_pair(grad, x, first, second, offset, group_size, *_, out_val=None, *
     return 2 * _product(x, group_size)
 
 
-def _fused_forward(x, weight, bias, group_size, num_iters, *_, out_val=None, **__) -> int:
+def _fused_forward(
+    x, weight, bias, residual, mean, matrix, num_batches, momentum, is_covariance, group_size, num_iters, *_,
+    out_val=None, **__,
+) -> int:  # fmt: skip
     return 2 * _product(x, group_size) + _iteration(x, group_size, num_iters, 3)
 
 
 def _fused_backward(
-    grad, x, weight, state, output, group_size, num_iters, eps, exact, needs_input, *, out_val=None
+    grad, x, weight, state, output, group_size, num_iters, eps, exact, needs_input, needs_residual, *, out_val=None
 ) -> int:
     if not needs_input:
         return _product(x, group_size)

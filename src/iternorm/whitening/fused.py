@@ -9,47 +9,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iternorm.whitening import flops, modes, running
+from iternorm.whitening import flops, junctions, modes
 from iternorm.whitening.autograd import composed_backward
 from iternorm.whitening.dispatch import kernels
 from iternorm.whitening.settings import Running, Settings
 
 
 def whiten(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings, statistics: Running | None
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    settings: Settings,
+    statistics: Running | None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """Whiten by Newton's iteration in Triton kernels, and update the running statistics in the same launches.
-
-    Where operators are recorded the statistics are updated by ordinary ones, which a compiler joins.
-    """
+    """Whiten by Newton's iteration in Triton kernels, and update the running statistics in the same launches."""
     if not modes.is_recorded(x):
-        return whiten_eagerly(x, weight, bias, settings, statistics)
-    y, state = _WhitenRecorded.apply(x, weight, bias, settings)  # pyright: ignore[reportGeneralTypeIssues]
-    if statistics is not None:
-        mean, covariance, whitening = kernels().views(state, x.shape[1], settings.group_size, settings.steps)
-        size = whitening.shape[-1]
-        running.update(statistics, mean, covariance[:, :size, :size], whitening)
-    return y
+        return whiten_eagerly(x, weight, bias, settings, statistics, residual)
+    # One by one: a compiler follows tensors into a function, not into a tuple.
+    kept = _NO_RUNNING if statistics is None else statistics
+    return _WhitenRecorded.apply(x, weight, bias, residual, settings, *kept)[0]  # pyright: ignore
 
 
-def whiten_eagerly(x, weight, bias, settings: Settings, statistics: Running | None) -> Tensor:
+def whiten_eagerly(x, weight, bias, settings: Settings, statistics: Running | None, residual=None) -> Tensor:
     """`whiten` where nothing records or transforms the call."""
     # `_WhitenEager.apply` without what serves transforms, in half the time.
     x = torch._C._functorch.unwrap_if_dead(x)  # pyright: ignore[reportAttributeAccessIssue]
-    return _apply_eager(x, weight, bias, settings, statistics)
+    return _apply_eager(x, weight, bias, residual, settings, statistics)
 
 
 class _WhitenEager(torch.autograd.Function):
     """The kernels, called directly. The state is no output: autograd would make a gradient of zeros for it."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, settings, statistics):
+    def forward(ctx, x, weight, bias, residual, settings, statistics):
         found = kernels()
         relu = settings.relu
         with found.on_device(x.device):
             y, state, ctx.plan = found.forward(
-                x, weight, bias, settings.group_size, settings.steps, settings.eps, statistics, settings.exact, relu
-            )
+                x, weight, bias, settings.group_size, settings.steps, settings.eps, statistics, settings.exact, relu,
+                residual=residual,
+            )  # fmt: skip
         ctx.save_for_backward(x, weight, bias, state, y if relu else None)
         ctx.settings = settings
         return y
@@ -61,22 +61,26 @@ class _WhitenEager(torch.autograd.Function):
         if modes.wants_graph(grad):
             return *_graph_backward(grad, x, weight, bias, output, needs, ctx.settings), None, None
         # Autograd has made the device of the gradient the current one.
-        gradients = kernels().backward(grad, x, weight, state, ctx.plan, ctx.settings.eps, needs[0], output)
-        return *_wanted(gradients, weight, bias, needs), None, None
+        arguments = (grad, x, weight, state, ctx.plan, ctx.settings.eps, needs[0], output, needs[3])
+        return *_wanted(grad, kernels().backward(*arguments), weight, bias, output, needs), None, None
 
 
 _apply_eager: Any = super(torch.autograd.Function, _WhitenEager).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+# Of a `Running`, where none is kept.
+_NO_RUNNING = (None, None, None, None, False)
 
 
 class _WhitenRecorded(torch.autograd.Function):
     """The kernels as two operators, which a compiler can place in a graph."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, settings):
+    def forward(ctx, x, weight, bias, residual, settings, mean, matrix, num_batches, momentum, is_covariance):
         flops.announce()
-        y, state = _fused_forward_op(
-            x, weight, bias, settings.group_size, settings.steps, settings.eps, settings.exact, settings.relu
-        )
+        y, state = forward_op(
+            x, weight, bias, residual, mean, matrix, num_batches, momentum, is_covariance,
+            settings.group_size, settings.steps, settings.eps, settings.exact, settings.relu,
+        )  # fmt: skip
         ctx.save_for_backward(x, weight, bias, state, y if settings.relu else None)
         ctx.mark_non_differentiable(state)
         ctx.settings = settings
@@ -87,84 +91,106 @@ class _WhitenRecorded(torch.autograd.Function):
         x, weight, bias, state, output = ctx.saved_tensors
         settings, needs = ctx.settings, ctx.needs_input_grad
         if modes.wants_graph(grad):
-            return *_graph_backward(grad, x, weight, bias, output, needs, settings), None
-        gradients = _fused_backward_op(
-            grad, x, weight, state, output, settings.group_size, settings.steps, settings.eps, settings.exact, needs[0]
-        )
-        return *_wanted(gradients, weight, bias, needs), None
+            return *_graph_backward(grad, x, weight, bias, output, needs, settings), *(None,) * 6
+        gradients = backward_op(
+            grad, x, weight, state, output, settings.group_size, settings.steps, settings.eps, settings.exact, needs[0],
+            needs[3] and settings.relu,
+        )  # fmt: skip
+        return *_wanted(grad, gradients, weight, bias, output, needs), *(None,) * 6
 
 
 def _graph_backward(grad, x, weight, bias, output, needs, settings: Settings) -> list:
     if output is not None:
         grad = torch.where(output > 0, grad, 0)
-    return composed_backward(grad, (x, weight, bias), needs[:3], settings)
+    return [*composed_backward(grad, (x, weight, bias), needs[:3], settings), grad if needs[3] else None]
 
 
-def _wanted(gradients, weight, bias, needs) -> tuple:
+def _wanted(grad, gradients, weight, bias, output, needs) -> tuple:
     """The gradients that are asked for, those of weight and bias in their dtype."""
     grad_weight = _as(gradients[1], weight) if needs[1] else None
     grad_bias = _as(gradients[2], bias) if needs[2] else None
-    return gradients[0] if needs[0] else None, grad_weight, grad_bias
+    # Without an activation what was added has the gradient of the output.
+    grad_residual = (grad if output is None else gradients[3]) if needs[3] else None
+    return gradients[0] if needs[0] else None, grad_weight, grad_bias, grad_residual
 
 
 def _as(gradient: Tensor, parameter: Tensor) -> Tensor:
     return gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
 
 
-@torch.library.custom_op("iternorm::fused_forward", mutates_args=())
-def _fused_forward_op(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
-    num_iters: int,
-    eps: float,
-    exact: bool,
-    relu: bool,
-) -> tuple[Tensor, Tensor]:
-    with kernels().on_device(x.device):
-        return kernels().forward(x, weight, bias, group_size, num_iters, eps, exact=exact, relu=relu, zeroed=True)[:2]
+# Plain registrations: `custom_op` would wrap each call in Python that looks for aliases, as long as the launches take.
+# The operators take any strides and follow those of x, so that a compiler need not copy to the strides it traced.
+_library = torch.library.Library("iternorm", "FRAGMENT")
+_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+_library.define(
+    "fused_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(a!)? mean, Tensor(b!)? matrix, "
+    "Tensor(c!)? num_batches, float? momentum, bool is_covariance, int group_size, int num_iters, float eps, "
+    "bool exact, bool relu) -> (Tensor, Tensor)",
+    tags=_tags,
+)
+_library.define(
+    "fused_backward(Tensor grad, Tensor x, Tensor? weight, Tensor state, Tensor? output, int group_size, "
+    "int num_iters, float eps, bool exact, bool needs_input, bool needs_residual) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=_tags,
+)
+forward_op = torch.ops.iternorm.fused_forward.default
+backward_op = torch.ops.iternorm.fused_backward.default
 
 
-@_fused_forward_op.register_fake
-def _(x, weight, bias, group_size, num_iters, eps, exact, relu):
+@torch.library.impl(_library, "fused_forward", "CompositeExplicitAutograd")
+def _(
+    x, weight, bias, residual, mean, matrix, num_batches, momentum, is_covariance,
+    group_size, num_iters, eps, exact, relu,
+):  # fmt: skip
+    found = kernels()
+    statistics = None if mean is None else Running(mean, matrix, num_batches, momentum, is_covariance)
+    with found.on_device(x.device):
+        arguments = (x, weight, bias, group_size, num_iters, eps, statistics, exact, relu)
+        return found.forward(*arguments, zeroed=True, residual=residual)[:2]
+
+
+@torch.library.register_fake("iternorm::fused_forward", lib=_library)
+def _(
+    x, weight, bias, residual, mean, matrix, num_batches, momentum, is_covariance,
+    group_size, num_iters, eps, exact, relu,
+):  # fmt: skip
+    junctions.install()
     kept_parts = kernels().newton_parts(kernels().parts(x.dtype), exact, num_iters)
     size = kernels().state_of(x.shape[1], group_size, num_iters, kept_parts).size
     return torch.empty_like(kernels().dense(x)), x.new_empty(size, dtype=torch.float32)
 
 
-@torch.library.custom_op("iternorm::fused_backward", mutates_args=())
-def _fused_backward_op(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    state: Tensor,
-    output: Tensor | None,
-    group_size: int,
-    num_iters: int,
-    eps: float,
-    exact: bool,
-    needs_input: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    with kernels().on_device(x.device):
-        relu, split = output is not None, kernels().split_of(state, x, group_size, num_iters, exact)
-        as_read = kernels().placed(x, group_size)
-        plan = kernels().plan_for(as_read, weight, None, group_size, num_iters, None, exact, relu, split)
-        gradients = kernels().backward(grad, x, weight, state, plan, eps, needs_input, output)
+@torch.library.impl(_library, "fused_backward", "CompositeExplicitAutograd")
+def _(grad, x, weight, state, output, group_size, num_iters, eps, exact, needs_input, needs_residual):
+    found = kernels()
+    with found.on_device(x.device):
+        relu, split = output is not None, found.split_of(state, x, group_size, num_iters, exact)
+        as_read = found.placed(x, group_size)
+        plan = found.plan_for(as_read, weight, None, group_size, num_iters, None, exact, relu, split)
+        gradients = found.backward(grad, x, weight, state, plan, eps, needs_input, output, needs_residual)
     # An operator returns tensors: what was not asked for is empty.
-    dx, grad_weight, grad_bias = (state.new_empty(0) if g is None else g for g in gradients)
-    return dx, grad_weight, grad_bias
+    return tuple(state.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-@_fused_backward_op.register_fake
-def _(grad, x, weight, state, output, group_size, num_iters, eps, exact, needs_input):
-    dx = torch.empty_like(kernels().dense(x)) if needs_input else state.new_empty(0)
-    return dx, state.new_empty(0 if weight is None else x.shape[1]), state.new_empty(x.shape[1])
+@torch.library.register_fake("iternorm::fused_backward", lib=_library)
+def _(grad, x, weight, state, output, group_size, num_iters, eps, exact, needs_input, needs_residual):
+    def like_x(wanted: bool) -> Tensor:
+        return torch.empty_like(kernels().dense(x)) if wanted else state.new_empty(0)
+
+    grad_weight = state.new_empty(0 if weight is None else x.shape[1])
+    return like_x(needs_input), grad_weight, state.new_empty(x.shape[1]), like_x(needs_residual)
 
 
 def infer(
-    x: Tensor, whitening: Tensor, mean: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, relu: bool
+    x: Tensor,
+    whitening: Tensor,
+    mean: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    relu: bool,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """y = diag(γ) W (x - μ) + β from running statistics, in one launch, and what is positive of it with `relu`."""
     with kernels().on_device(x.device):
-        return kernels().infer(x, whitening, mean, weight, bias, group_size, relu)
+        return kernels().infer(x, whitening, mean, weight, bias, group_size, relu, residual)

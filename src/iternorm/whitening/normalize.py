@@ -18,6 +18,7 @@ def normalize(
     statistics: Running | None,
     training: bool,
     backend: Backend | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Normalize `x` by its own statistics, which `statistics` then takes in, or in eval by those.
 
@@ -29,22 +30,23 @@ def normalize(
         statistics: running statistics to update, or to use; None keeps none.
         training: use the statistics of the batch. Without running ones they are always used.
         backend: what `dispatch.choose` says, where it has been asked already.
+        residual: added to the output before the activation; checked.
     """
     if backend is None:
         backend = dispatch.choose(settings, x)
     if settings.process_group is None and x.numel() == 0:
         # Nothing to whiten and nothing to learn from: gradients of zero, and the statistics stay.
         planes = autograd.scale_and_shift(torch_verbs.as_planes(x.clone()), weight, bias)
-        return _activated(planes.view(x.shape), settings)
+        return _finished(planes.view(x.shape), residual, settings)
     if not training and statistics is not None:
-        return _infer(x, weight, bias, settings, statistics, backend)
+        return _infer(x, weight, bias, settings, statistics, backend, residual)
     if settings.process_group is None and x.numel() == x.shape[1]:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {list(x.shape)}; "
             "use a larger batch, or eval mode"
         )
     if backend is Backend.TRITON:
-        return fused.whiten(x, weight, bias, settings, statistics)
+        return fused.whiten(x, weight, bias, settings, statistics, residual)
     if backend is Backend.REFERENCE:
         y, mean, covariance, whitening = by_reference.whiten(x, weight, bias, settings)
     elif backend is Backend.COMPOSED:
@@ -54,19 +56,22 @@ def normalize(
         y, mean, covariance, whitening = autograd.whiten(x, weight, bias, settings, kernel_iteration)
     if statistics is not None:
         running.update(statistics, mean, covariance, whitening)
-    return _activated(y, settings)
+    return _finished(y, residual, settings)
 
 
-def _infer(x, weight, bias, settings: Settings, statistics: Running, backend: Backend) -> Tensor:
+def _infer(x, weight, bias, settings: Settings, statistics: Running, backend: Backend, residual) -> Tensor:
     with torch.no_grad():
         dtype = torch_verbs.compute_dtype(x.dtype)
         whitening, mean = statistics.matrix.to(dtype), statistics.mean.to(dtype)
         if statistics.is_covariance:
             whitening, _ = autograd.inverse_sqrt(whitening, x.shape[1], settings)
     if dispatch.has_inference_kernel(backend, x, weight, bias):
-        return fused.infer(x, whitening, mean, weight, bias, settings.group_size, settings.relu)
-    return _activated(inference.apply(x, whitening, mean, weight, bias, settings.group_size), settings)
+        return fused.infer(x, whitening, mean, weight, bias, settings.group_size, settings.relu, residual)
+    return _finished(inference.apply(x, whitening, mean, weight, bias, settings.group_size), residual, settings)
 
 
-def _activated(y: Tensor, settings: Settings) -> Tensor:
+def _finished(y: Tensor, residual: Tensor | None, settings: Settings) -> Tensor:
+    """What follows the normalization: an addition and an activation, where they are asked for."""
+    if residual is not None:
+        y = y + residual
     return F.relu(y) if settings.relu else y

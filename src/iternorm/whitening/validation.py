@@ -22,6 +22,22 @@ def check_input(x: Tensor) -> None:
         raise ValueError(f"input has no channels: shape {list(x.shape)}; the second dimension must be at least 1")
 
 
+def check_residual(residual: Tensor | None, x: Tensor) -> None:
+    """What is added to the output has to be like the output, which is like the input."""
+    if residual is None:
+        return
+    if not isinstance(residual, Tensor):
+        raise TypeError(f"residual must be a tensor or None, got {type(residual).__name__}")
+    for name, own, expected, remedy in (
+        ("shape", tuple(residual.shape), tuple(x.shape), "project or expand it first"),
+        ("dtype", residual.dtype, x.dtype, "use residual.to(input.dtype)"),
+        ("device", residual.device, x.device, "use residual.to(input.device)"),
+        ("layout", residual.layout, torch.strided, "use residual.to_dense()"),
+    ):
+        if own != expected:
+            raise ValueError(f"residual has {name} {own}, the output it is added to has {expected}; {remedy}")
+
+
 def integer(name: str, value: Any, meaning: str) -> int:
     """A Python int of anything that counts as one (numpy's integers do), but not of a bool."""
     try:

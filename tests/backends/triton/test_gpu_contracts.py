@@ -179,11 +179,15 @@ def test_no_synchronization_in_a_step(group_size):
 
 def test_the_operators_keep_their_contracts():
     x, weight, bias = activation((8, 80, 9, 9), torch.float32), torch.rand(80).cuda(), torch.rand(80).cuda()
-    torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 64, 5, 1e-5, False, False))
-    y, state = fused._fused_forward_op(x, weight, bias, 64, 5, 1e-5, False, True)
-    torch.library.opcheck(
-        fused._fused_backward_op, (torch.randn_like(x), x, weight, state, y, 64, 5, 1e-5, False, True)
-    )
+    nothing = (None, None, None, None, None, False)
+    torch.library.opcheck(fused.forward_op, (x, weight, bias, *nothing, 64, 5, 1e-5, False, False))
+    running = (torch.zeros(80), torch.eye(64).repeat(2, 1, 1), torch.tensor(0))
+    arguments = (x, weight, bias, x.cos(), *(t.cuda() for t in running), 0.1, False, 64, 5, 1e-5, False, True)
+    torch.library.opcheck(fused.forward_op, arguments)
+    y, state = fused.forward_op(x, weight, bias, *nothing, 64, 5, 1e-5, False, True)
+    for needs_residual in (False, True):
+        arguments = (torch.randn_like(x), x, weight, state, y, 64, 5, 1e-5, False, True, needs_residual)
+        torch.library.opcheck(fused.backward_op, arguments)
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -13,6 +13,8 @@ if torch.cuda.is_available():
 from iternorm.backends.triton import devices, iteration, plan, shapes
 from iternorm.whitening import fused, settings
 
+# Of an operator's arguments: no residual, and no running statistics.
+NOT_ASKED = (None, None, None, None, None, False)
 # Shape, group size, number of steps, channels_last.
 CASES = [
     ((6, 7, 3, 4), 3, 5, False),
@@ -427,12 +429,15 @@ def test_a_transform_is_computed_by_ordinary_operators():
 
 def test_the_operators_keep_their_contracts():
     x, weight, bias = correlated(4, 12, 3, 3, dtype=torch.float32), torch.ones(12), torch.zeros(12)
-    torch.library.opcheck(fused._fused_forward_op, (x, weight, bias, 8, 3, 1e-5, False, False))
-    torch.library.opcheck(fused._fused_forward_op, (channels_last(x), None, None, 8, 0, 1e-5, True, True))
-    y, state = fused._fused_forward_op(x, weight, bias, 8, 3, 1e-5, False, True)
+    torch.library.opcheck(fused.forward_op, (x, weight, bias, *NOT_ASKED, 8, 3, 1e-5, False, False))
+    running = (torch.zeros(12), torch.eye(8).repeat(2, 1, 1), torch.tensor(0), None, True)
+    arguments = (channels_last(x), None, None, channels_last(x).cos(), *running, 8, 0, 1e-5, True, True)
+    torch.library.opcheck(fused.forward_op, arguments)
+    y, state = fused.forward_op(x, weight, bias, *NOT_ASKED, 8, 3, 1e-5, False, True)
     grad = torch.randn_like(x)
-    torch.library.opcheck(fused._fused_backward_op, (grad, x, weight, state, y, 8, 3, 1e-5, False, True))
-    torch.library.opcheck(fused._fused_backward_op, (grad, x, None, state, None, 8, 3, 1e-5, True, False))
+    torch.library.opcheck(fused.backward_op, (grad, x, weight, state, y, 8, 3, 1e-5, False, True, False))
+    torch.library.opcheck(fused.backward_op, (grad, x, weight, state, y, 8, 3, 1e-5, False, True, True))
+    torch.library.opcheck(fused.backward_op, (grad, x, None, state, None, 8, 3, 1e-5, True, False, False))
 
 
 def test_the_operators_keep_their_contracts_in_blocks():
@@ -440,10 +445,10 @@ def test_the_operators_keep_their_contracts_in_blocks():
     x, grad, weight = *torch.randn(2, 4, 130, 3, 3).unbind(), torch.ones(130)
     # Of the tests that there are, those that do not trace: each run takes seconds here.
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(fused._fused_forward_op, (x, weight, None, 130, 1, 1e-5, False, True), test_utils=checks)
-    y, state = fused._fused_forward_op(x, weight, None, 130, 1, 1e-5, False, True)
-    arguments = (grad, x, weight, state, y, 130, 1, 1e-5, False, True)
-    torch.library.opcheck(fused._fused_backward_op, arguments, test_utils=checks)
+    torch.library.opcheck(fused.forward_op, (x, weight, None, *NOT_ASKED, 130, 1, 1e-5, False, True), test_utils=checks)
+    y, state = fused.forward_op(x, weight, None, *NOT_ASKED, 130, 1, 1e-5, False, True)
+    arguments = (grad, x, weight, state, y, 130, 1, 1e-5, False, True, False)
+    torch.library.opcheck(fused.backward_op, arguments, test_utils=checks)
 
 
 def test_a_plan_is_made_once_and_depends_on_all_it_must():
@@ -452,7 +457,7 @@ def test_a_plan_is_made_once_and_depends_on_all_it_must():
     assert plan.plan_for(x.clone(), None, None, 8, 3, None) is first
     for other in (
         plan.plan_for(x[:3], None, None, 8, 3, None),
-        plan.plan_for(channels_last(x), None, None, 8, 3, None),
+        plan.plan_for(channels_last(x), None, None, *NOT_ASKED, 8, 3, None),
         plan.plan_for(x, torch.ones(12), None, 8, 3, None),
         plan.plan_for(x, None, None, 4, 3, None),
         plan.plan_for(x, None, None, 8, 4, None),

@@ -83,7 +83,17 @@ def _parts_of(state: Any, plan: Plan) -> tuple:
 
 
 def forward(
-    x, weight, bias, group_size, num_iters, eps, running=None, exact=False, relu=False, zeroed=False
+    x,
+    weight,
+    bias,
+    group_size,
+    num_iters,
+    eps,
+    running=None,
+    exact=False,
+    relu=False,
+    zeroed=False,
+    residual=None,
 ) -> tuple[Tensor, Tensor, Plan]:
     """Whiten a batch, and update `running` (a `Running`, or None). `relu` keeps what is positive.
 
@@ -92,6 +102,10 @@ def forward(
     Returns:
         y, the state that `backward` needs (`views` shows what is in it), and the plan, which spares it a search.
     """
+    if residual is not None:
+        y, state, plan = forward(x, weight, bias, group_size, num_iters, eps, running, exact, False, zeroed)
+        y += residual
+        return torch.relu_(y) if relu else y, state, plan
     plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu)
     turned = plan.copied and x.is_contiguous()
     if plan.copied:
@@ -131,11 +145,25 @@ def forward(
     return (y.contiguous() if turned else y), state, plan
 
 
-def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
+def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, needs_residual=False):
     """Gradients for x (None unless `needs_input`), weight (None without one) and bias.
 
     `output` is what the forward returned, where an activation was part of it.
     """
+    if output is not None and (needs_residual or not plan.key.relu):
+        grad = torch.empty_like(dense(x)).copy_(torch.where(output > 0, grad, 0))
+        plan = plan_for(
+            placed(x, plan.key.group_size),
+            weight,
+            None,
+            plan.key.group_size,
+            plan.key.num_iters,
+            None,
+            plan.key.exact,
+            False,
+            plan.key.split,
+        )
+        return *backward(grad, x, weight, state, plan, eps, needs_input)[:3], grad
     turned, stride = False, plan.key.stride
     if x.stride() != stride:
         turned = plan.in_blocks and x.is_contiguous()
@@ -179,11 +207,14 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None):
             names = (*names, "apply_backward")
             arguments = (*arguments, (*activations, whitening, second, mean, grad_sum, scale))
     plan.run(stream, names, arguments)
-    return (dx.contiguous() if turned and dx is not None else dx), grad_weight, grad_bias
+    return (dx.contiguous() if turned and dx is not None else dx), grad_weight, grad_bias, None
 
 
-def infer(x, whitening, mean, weight, bias, group_size, relu=False) -> Tensor:
+def infer(x, whitening, mean, weight, bias, group_size, relu=False, residual=None) -> Tensor:
     """y = diag(γ) W (x - μ) + β from given fp32 statistics: one launch."""
+    if residual is not None:
+        y = infer(x, whitening, mean, weight, bias, group_size) + residual
+        return torch.relu_(y) if relu else y
     turned = x.is_contiguous()
     x = placed(x, group_size)
     plan = plan_for(x, weight, bias, group_size, 0, None, relu=relu)

@@ -57,17 +57,25 @@ class TrainingStep:
     """A network, its optimizer and one batch of random images."""
 
     def __init__(
-        self, norm: NormFactory, setting: Setting, device: torch.device, network: Callable[..., nn.Module] = VGG
+        self,
+        norm: NormFactory,
+        setting: Setting,
+        device: torch.device,
+        network: Callable[..., nn.Module] = VGG,
+        batch_size: int = BATCH_SIZE,
+        image_size: int = 32,
+        compile_mode: str | None = None,
     ):
         generator = torch.Generator(device).manual_seed(0)
         memory_format = torch.channels_last if LAYOUTS[setting.layout] else torch.contiguous_format
-        images = torch.randn(BATCH_SIZE, 3, 32, 32, device=device, generator=generator)
+        images = torch.randn(batch_size, 3, image_size, image_size, device=device, generator=generator)
         self.images = images.contiguous(memory_format=memory_format)
-        self.labels = torch.randint(10, (BATCH_SIZE,), device=device, generator=generator)
+        self.labels = torch.randint(10, (batch_size,), device=device, generator=generator)
         torch.manual_seed(0)
-        self.model = network(num_classes=10, norm=norm)
-        self.model.to(device, memory_format=memory_format).train()  # pyright: ignore[reportCallIssue]
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        model = network(num_classes=10, norm=norm)
+        model.to(device, memory_format=memory_format).train()  # pyright: ignore[reportCallIssue]
+        self.model = model if compile_mode is None else torch.compile(model, mode=compile_mode)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         self._autocast = partial(torch.autocast, device.type, torch.bfloat16)
         if setting.dtype != torch.bfloat16:
             self._autocast = nullcontext
