@@ -1,4 +1,4 @@
-"""Time every tile choice of the kernels on this GPU: what `iternorm.backends.triton.shapes.tiles_for` was chosen from.
+"""Time every tile choice of the kernels on this GPU: what `iternorm.backends.triton.layout.tiles_for` was chosen from.
 
     PYTHONPATH=src python benchmarks/tune_kernels.py --out tune.json
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from iternorm.backends.triton import plan as plans
-from iternorm.backends.triton.shapes import Tiles
+from iternorm.backends.triton.layout import Tiles
 
 SHAPES = {
     "stem": (256, 64, 112, 112),

@@ -15,7 +15,7 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
 from iternorm import IterNorm2d
-from iternorm.backends.triton import devices, iteration, plan, shapes
+from iternorm.backends.triton import devices, iteration, layout, plan
 from iternorm.backends.triton import run as launch
 from iternorm.backends.triton import runtime as launcher
 from iternorm.whitening.settings import Running
@@ -160,7 +160,7 @@ def test_other_batch_sizes_compile_few_kernels_more(group_size, monkeypatch):
 
     monkeypatch.setattr(launcher, "_compiled", note)
     monkeypatch.setattr(launcher, "INTERPRETED", False)
-    monkeypatch.setattr(shapes, "INTERPRETED", False)
+    monkeypatch.setattr(layout, "INTERPRETED", False)
     monkeypatch.setitem(devices._known, 0, devices.Device("an H200", (9, 0), 132))
     monkeypatch.setattr(plan, "_plans", {})
     names = ["moments", "reduce", "cross_moments", "cross_reduce", "apply"]
@@ -199,22 +199,22 @@ def test_only_the_first_launch_of_a_pass_waits_for_the_end_of_what_comes_before(
 @pytest.mark.parametrize("before", ["highest", "high"])
 @pytest.mark.parametrize("after", ["highest", "high"])
 def test_a_backward_knows_what_its_forward_kept_whatever_precision_is_set_since(before, after, monkeypatch):
-    monkeypatch.setattr(shapes, "INTERPRETED", False)
+    monkeypatch.setattr(layout, "INTERPRETED", False)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: before)
     x = torch.randn(4, 128, 5, 5)
 
     def kept(dtype, exact=False, num_iters=5):
-        parts = shapes.newton_parts(shapes.parts(dtype), exact, num_iters)
-        return torch.empty(shapes.state_of(128, 64, num_iters, parts).size)
+        parts = layout.newton_parts(layout.parts(dtype), exact, num_iters)
+        return torch.empty(layout.state_of(128, 64, num_iters, parts).size)
 
     state, half, exact, long = (kept(x.dtype), kept(torch.float16), kept(x.dtype, True), kept(x.dtype, False, 20))
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: after)
     splits = {"highest": 3, "high": 2}
-    assert shapes.split_of(state, x, 64, 5, False) == splits[before]
+    assert layout.split_of(state, x, 64, 5, False) == splits[before]
     # What does not depend on the precision of then is what it is now.
-    assert shapes.split_of(half, x.half(), 64, 5, False) == 2
-    assert shapes.split_of(exact, x, 64, 5, True) == shapes.split_of(long, x, 64, 20, False) == splits[after]
-    assert shapes.split_of(state, x, 64, 1, False) == shapes.split_of(state, x, 128, 5, False) == splits[after]
+    assert layout.split_of(half, x.half(), 64, 5, False) == 2
+    assert layout.split_of(exact, x, 64, 5, True) == layout.split_of(long, x, 64, 20, False) == splits[after]
+    assert layout.split_of(state, x, 64, 1, False) == layout.split_of(state, x, 128, 5, False) == splits[after]
 
 
 SETTINGS = [
@@ -230,7 +230,7 @@ SETTINGS = [
 
 def test_tf32_is_allowed_in_every_way_that_torch_has():
     # Each in a process of its own: the settings hang together, and one that was set before decides what another does.
-    script = "import torch; from iternorm.backends.triton import shapes; {}; print(shapes.parts(torch.float32))"
+    script = "import torch; from iternorm.backends.triton import layout; {}; print(layout.parts(torch.float32))"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     wanted = [(setting, split) for setting, split in SETTINGS if "fp32_precision" not in setting or HAS_FP32_PRECISION]

@@ -18,7 +18,7 @@ from checks import relative_error
 from triton import OutOfResources
 
 from iternorm import IterNorm2d, reference
-from iternorm.backends.triton import devices, plan, shapes
+from iternorm.backends.triton import devices, layout, plan
 from iternorm.backends.triton import runtime as launcher
 from iternorm.whitening import dispatch
 from iternorm.whitening.dispatch import Backend
@@ -134,7 +134,7 @@ def test_launches_are_brought_up_early_from_hopper_on(name, follows, gpu):
 
 
 def test_tiles_become_smaller_until_a_product_cannot_take_them():
-    tiles, found = shapes.Tiles(64, 4, 3, 2), []
+    tiles, found = layout.Tiles(64, 4, 3, 2), []
     while tiles is not None:
         found.append((tiles.block, tiles.stages))
         tiles = tiles.smaller()

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from checks import relative_error, worst
 from gpu_checks import BUDGETS, activation, errors, layer_for
 
-from iternorm.backends.triton import devices, plan, shapes
+from iternorm.backends.triton import devices, layout, plan
 from iternorm.backends.triton import runtime as launcher
 from iternorm.whitening import fused
 
@@ -50,7 +50,7 @@ def test_a_gpu_with_less_shared_memory_against_fp64(name, last, precision, small
     made = next(iter(plan._plans.values()))
     if name == "fp32":
         # There was no room for the usual tiles.
-        usual = shapes.tiles_for("whiten_backward", made.shape, made.key.split)
+        usual = layout.tiles_for("whiten_backward", made.shape, made.key.split)
         assert made._chosen["whiten_backward"].stages < usual.stages
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
-from iternorm.backends.triton import devices, iteration, plan, shapes
+from iternorm.backends.triton import devices, iteration, layout, plan
 from iternorm.whitening import fused, settings
 
 # Shape, group size, number of steps, channels_last.
@@ -165,11 +165,11 @@ def test_rounding_cannot_make_zca_diverge():
 
     # In exact arithmetic no entry of R is above 1.
     assert not last_residual(regularized).abs().max() < 1e9
-    assert last_residual(regularized + shapes.jitter(2) * torch.diag(raw.diagonal())).abs().max() < 1.001
+    assert last_residual(regularized + layout.jitter(2) * torch.diag(raw.diagonal())).abs().max() < 1.001
     # And the kernels do add it, forward and backward.
     x = correlated(6, 16, 5, 5, dtype=torch.float32)
     for name in ("whiten", "whiten_backward"):
-        for exact, expected in ((True, shapes.jitter(0)), (False, 0.0)):
+        for exact, expected in ((True, layout.jitter(0)), (False, 0.0)):
             found = plan.plan_for(x, None, None, 16, steps, None, exact).launches[name]
             assert found.constants["JITTER"] == expected
 
@@ -463,9 +463,9 @@ def test_a_plan_is_made_once_and_depends_on_all_it_must():
 @pytest.mark.parametrize(("samples", "num_groups"), [(1, 1), (100, 3), (65536, 1), (65536, 8), (3211264, 1), (999, 40)])
 @pytest.mark.parametrize("others", [0, 1])
 def test_programs_cover_all_tiles_and_none_is_empty(samples, num_groups, others):
-    shape = shapes.Shape(samples, 64 * num_groups, 1, True, 64, 64, num_groups, False, True)
-    tiles = shapes.Tiles(64, 4, 3, 2)
-    count, each = shapes.programs(shape, tiles, 132, others)
+    shape = layout.Shape(samples, 64 * num_groups, 1, True, 64, 64, num_groups, False, True)
+    tiles = layout.Tiles(64, 4, 3, 2)
+    count, each = layout.programs(shape, tiles, 132, others)
     total = -(-samples // tiles.block)
     assert (count - 1) * each < total <= count * each
     assert (count + others) * num_groups <= max(132 * tiles.per_sm, (1 + others) * num_groups)

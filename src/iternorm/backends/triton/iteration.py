@@ -12,10 +12,10 @@ import triton
 from torch import Tensor
 
 from iternorm import solvers
-from iternorm.backends.triton.device.large import combine, differentiate, settle, symmetrize
-from iternorm.backends.triton.device.large_ends import blend, finish, prepare, start
+from iternorm.backends.triton.device.ends import blend, finish, prepare, start
+from iternorm.backends.triton.device.steps import combine, differentiate, settle, symmetrize
+from iternorm.backends.triton.layout import INTERPRETED, is_watched, parts, precision, slots_of
 from iternorm.backends.triton.runtime import Launch, Launches, on_device
-from iternorm.backends.triton.shapes import INTERPRETED, is_watched, parts, precision, slots_of
 
 # Small tiles, that there be many: 14 launches at N = 512 took 70 us with tiles of 32x32, 173 with 64x64, on an H200.
 BLOCK, STAGES = 32, 3

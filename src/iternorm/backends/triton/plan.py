@@ -13,8 +13,7 @@ from iternorm.backends.triton.device.wide_apply import wide_apply, wide_apply_ba
 from iternorm.backends.triton.device.wide_moments import wide_moments, wide_reduce
 from iternorm.backends.triton.devices import device_of
 from iternorm.backends.triton.iteration import Iteration
-from iternorm.backends.triton.runtime import Launch, Launches
-from iternorm.backends.triton.shapes import (
+from iternorm.backends.triton.layout import (
     BLOCK,
     INTERPRETED,
     LARGEST_NEWTON,
@@ -34,6 +33,7 @@ from iternorm.backends.triton.shapes import (
     state_of,
     tiles_for,
 )
+from iternorm.backends.triton.runtime import Launch, Launches
 
 
 class Key(NamedTuple):

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from iternorm.backends.triton.devices import lacking
-from iternorm.backends.triton.plan import Plan, plan_for
-from iternorm.backends.triton.runtime import on_device
-from iternorm.backends.triton.shapes import (
+from iternorm.backends.triton.layout import (
     by_cublas,
     dense,
     newton_parts,
@@ -23,6 +21,8 @@ from iternorm.backends.triton.shapes import (
     unsupported,
     views,
 )
+from iternorm.backends.triton.plan import Plan, plan_for
+from iternorm.backends.triton.runtime import on_device
 
 __all__ = [
     "backward",

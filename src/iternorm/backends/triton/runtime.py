@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from iternorm.backends.triton.devices import device_of
-from iternorm.backends.triton.shapes import INTERPRETED
+from iternorm.backends.triton.layout import INTERPRETED
 
 _NO_CHANGE = nullcontext()
 
