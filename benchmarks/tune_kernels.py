@@ -1,4 +1,4 @@
-"""Time every tile choice of the kernels on this GPU: what `iternorm.backends.triton.shapes.tiles_for` was chosen from.
+"""Time every tile choice of the kernels on this GPU: what `iternorm.backends.triton.tiling` was chosen from.
 
     PYTHONPATH=src python benchmarks/tune_kernels.py --out tune.json
 
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from iternorm.backends.triton import plan as plans
-from iternorm.backends.triton.shapes import Tiles
+from iternorm.backends.triton.runtime import stream_of
+from iternorm.backends.triton.tiling import Tiles
 
 SHAPES = {
     "stem": (256, 64, 112, 112),
@@ -46,7 +47,7 @@ def prepare(shape, mode, rows):
 
     def call(kernel):
         plan = plans.plan_for(x, vector, vector, 64, 5, None)
-        stream = plan.stream()
+        stream = stream_of(x.device)
         activation, gradient, result, v = x.data_ptr(), grad.data_ptr(), out.data_ptr(), vector.data_ptr()
         partial, reduced = workspace.data_ptr(), matrix.data_ptr()
         if kernel == "moments":

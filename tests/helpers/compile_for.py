@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from iternorm.backends.triton import devices, iteration, plan
+from iternorm.backends.triton import iteration, plan, runtime
 
 DTYPES = {"exact": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,7 +43,7 @@ class Absent:
 
 def main(capability: str, shared_bytes: str, precision: str, layout: str, *more: str) -> None:
     driver.set_active(Absent(int(capability), int(shared_bytes)))
-    devices._known[0] = devices.Device("a GPU that is not there", divmod(int(capability), 10), 100)
+    runtime._known[0] = runtime.Device("a GPU that is not there", divmod(int(capability), 10), 100)
     torch.cuda.device = lambda index: nullcontext()
     torch.set_float32_matmul_precision("highest" if precision == "exact" else "high")
     size = int(more[0]) if more and more[0].isdigit() else 64

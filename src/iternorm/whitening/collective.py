@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from iternorm.whitening import modes
+
 
 class Group(NamedTuple):
     """A process group as a graph can hold it: by name."""
@@ -77,14 +79,11 @@ def gather_integers(values: tuple[int, ...], group: Group, device: torch.device)
     return _gather_integers(values, group.name, group.size, device.type)
 
 
+@modes.constant_in_graphs
 def _gather_integers(values: tuple[int, ...], name: str, size: int, device: str) -> list[list[int]]:
     own = torch.tensor(values, device=device)
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.all_gather_into_tensor(own, size, name)).view(size, -1).tolist()
-
-
-# What `torch.compiler.assume_constant_result` does, less its import of the whole compiler.
-_gather_integers._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def active_group(process_group: dist.ProcessGroup | None) -> Group | None:

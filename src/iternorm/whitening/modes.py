@@ -5,6 +5,8 @@ graph, a fake tensor or a FLOP counter understands. A transformed one is made of
 `torch.func` and forward-mode differentiation can take apart and `torch.jit.trace` can save.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -43,6 +45,23 @@ def is_batched(grad: Tensor) -> bool:
     return torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def apply_without_transforms(function: type[torch.autograd.Function]) -> Any:
+    """`function.apply` less what serves function transforms. Its first tensor is to be `unwrapped`."""
+    return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """The tensor itself, where a function transform that has ended left a wrapper around it."""
+    return torch._C._functorch.unwrap_if_dead(x)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def constant_in_graphs(function):
+    """Called while a graph is made, not traced into it: `torch.compiler.assume_constant_result` less its imports."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_in_graphs
 def is_exporting_in_torch_2_6() -> bool:
     """Whether torch 2.6 exports this call. Later versions answer by themselves, and need no special treatment."""
     if hasattr(torch.compiler, "is_exporting"):
@@ -50,7 +69,3 @@ def is_exporting_in_torch_2_6() -> bool:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx().export
-
-
-# What torch.compiler.assume_constant_result sets, without the import of torch._dynamo: called, not traced.
-is_exporting_in_torch_2_6._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -66,7 +66,7 @@ def _infer(x, weight, bias, settings: Settings, statistics: Running, backend: Ba
         if statistics.is_covariance:
             whitening, _ = autograd.inverse_sqrt(whitening, x.shape[1], settings)
     if dispatch.has_inference_kernel(backend, x, weight, bias):
-        return fused.infer(x, whitening, mean, weight, bias, settings.group_size, settings.relu, residual)
+        return fused.apply(x, whitening, mean, weight, bias, settings.group_size, settings.relu, residual)
     return _finished(inference.apply(x, whitening, mean, weight, bias, settings.group_size), residual, settings)
 
 

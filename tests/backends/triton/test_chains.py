@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,8 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
 from iternorm import IterNorm2d
-from iternorm.backends.triton import devices, iteration, plan, shapes
+from iternorm.backends.triton import iteration, layout, plan, precision, runtime
 from iternorm.backends.triton import run as launch
-from iternorm.backends.triton import runtime as launcher
 from iternorm.whitening.settings import Running
 
 # Since torch 2.9.
@@ -38,24 +38,19 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-STEP = ("step", "step", "step")
-STEP_BACKWARD = ("product", "differentiate", "pair")
-CHAINS = [
-    (64, 5, ("whiten",), ("whiten_backward",)),
-    (128, 0, ("start", "blend", "apply"), ("prepare", "finish", "apply_backward")),
-    (
-        128,
-        3,
-        ("start", *STEP, "step", "step", "last_step", "blend", "apply"),
-        ("prepare", *STEP_BACKWARD, "product", "differentiate", "last_pair", "finish", "apply_backward"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("size", "num_iters", "forward", "backward"), CHAINS)
+@pytest.mark.parametrize(
+    ("size", "num_iters", "forward", "backward"),
+    [
+        # Sums, their reduction, and the iteration with its use.
+        (64, 5, 3, 3),
+        # The iteration is launches of its own: one for no step and 3 T - 2 for T, and the running statistics one more.
+        (128, 0, 5, 5),
+        (128, 3, 11, 11),
+    ],
+)
 def test_a_layer_is_one_chain_of_launches_and_no_operation_of_torch(size, num_iters, forward, backward, monkeypatch):
     chains = []
-    monkeypatch.setattr(launcher.Launches, "run", lambda self, stream, names, arguments: chains.append(names))
+    monkeypatch.setattr(runtime.Launches, "run", lambda self, stream, names, arguments: chains.append(names))
     # A plan that another test made has launches of its own.
     monkeypatch.setattr(plan, "_plans", {})
     x, weight, bias = torch.randn(3, size, 7, 7), torch.ones(size), torch.zeros(size)
@@ -63,21 +58,32 @@ def test_a_layer_is_one_chain_of_launches_and_no_operation_of_torch(size, num_it
     with Operations() as operations:
         _, state, found = launch.forward(x, weight, bias, size, num_iters, 1e-5, statistics)
         launch.backward(x, x, weight, state, found, 1e-5, True)
-    assert chains == [("moments", "reduce", *forward), ("cross_moments", "cross_reduce", *backward)]
+    assert [len(names) for names in chains] == [forward, backward]
     assert operations.names <= MEMORY
+
+
+@pytest.mark.parametrize("group_size", [16, 192])
+def test_an_input_that_is_copied_has_one_plan_for_both_passes(group_size, monkeypatch):
+    monkeypatch.setattr(plan, "_plans", {})
+    layer = IterNorm2d(192, group_size=group_size, impl="triton")
+    # Neither contiguous nor channels_last.
+    x = torch.randn(4, 192, 4, 6)[:, :, :, ::2].requires_grad_()
+    for _ in range(2):
+        layer(x).sum().backward()
+    (made,) = plan._plans.values()
+    assert made.copied
 
 
 @pytest.mark.parametrize("num_iters", [0, 1, 4, 15])
 def test_the_iteration_alone_is_one_chain_each_way(num_iters, monkeypatch):
     chains = []
-    monkeypatch.setattr(launcher.Launches, "run", lambda self, stream, names, arguments: chains.append(names))
+    monkeypatch.setattr(runtime.Launches, "run", lambda self, stream, names, arguments: chains.append(names))
     covariance = torch.eye(130).expand(2, 130, 130).contiguous()
     with Operations() as operations:
         whitening, saved = iteration.solve(covariance, num_iters)
         iteration.solve_backward(covariance, covariance, whitening, saved, num_iters)
-    # The steps after the twelfth are watched, and their derivative is kept symmetric.
+    # The steps after the twelfth are watched, and their derivative is kept symmetric: a launch more each.
     watched = max(0, num_iters - 12)
-    assert [chains[0].count("settle"), chains[1].count("symmetrize")] == [watched, watched]
     forward, backward = max(1, 3 * num_iters - 2), max(2, 3 * num_iters - 1)
     assert [len(names) for names in chains] == [forward + watched, backward + watched]
     assert operations.names <= MEMORY
@@ -92,7 +98,7 @@ def test_a_chain_on_a_stream_is_called_as_it_was_prepared():
         prepared = (lambda *args: calls.append((name, *args)), (8, 2, 1), ("before",), ("after",))
         return SimpleNamespace(prepared=prepared)
 
-    launches = launcher.Launches(make)
+    launches = runtime.Launches({name: partial(make, name) for name in ("first", "second", "third")})
     for _ in range(2):
         launches.run(7, ("first", "second"), ((0, 16), (32, 1e-5)))
     assert made == ["first", "second"]
@@ -111,8 +117,8 @@ def launched(monkeypatch):
         names = self.kernel.arg_names[: -len(self.integers) - len(self.constants) - 1]
         return lambda *args: found.append((self.kernel.__name__, names, args)), self.grid, (), ()
 
-    monkeypatch.setattr(launcher.Launch, "prepared", property(prepared), raising=False)
-    monkeypatch.setattr(plan.Plan, "stream", lambda self: 7)
+    monkeypatch.setattr(runtime.Launch, "prepared", property(prepared), raising=False)
+    monkeypatch.setattr(runtime, "stream_of", lambda device: 7)
     monkeypatch.setattr(plan, "_plans", {})
     return found
 
@@ -158,10 +164,10 @@ def test_other_batch_sizes_compile_few_kernels_more(group_size, monkeypatch):
         compiled.add(what)
         return None, (), ()
 
-    monkeypatch.setattr(launcher, "_compiled", note)
-    monkeypatch.setattr(launcher, "INTERPRETED", False)
-    monkeypatch.setattr(shapes, "INTERPRETED", False)
-    monkeypatch.setitem(devices._known, 0, devices.Device("an H200", (9, 0), 132))
+    monkeypatch.setattr(runtime, "_compiled", note)
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.setattr(precision, "INTERPRETED", False)
+    monkeypatch.setitem(runtime._known, 0, runtime.Device("an H200", (9, 0), 132))
     monkeypatch.setattr(plan, "_plans", {})
     names = ["moments", "reduce", "cross_moments", "cross_reduce", "apply"]
     names += ["whiten", "whiten_backward"] if group_size == 64 else ["apply_backward"]
@@ -181,7 +187,12 @@ def test_other_batch_sizes_compile_few_kernels_more(group_size, monkeypatch):
 
 def test_a_chain_without_a_stream_is_left_to_triton():
     calls = []
-    launches = launcher.Launches(lambda name: lambda stream, values: calls.append((name, stream, values)))
+    launches = runtime.Launches(
+        {
+            name: lambda name=name: lambda stream, values: calls.append((name, stream, values))
+            for name in ("first", "second")
+        }
+    )
     launches.run(None, ("first", "second"), ((0,), (1,)))
     assert calls == [("first", None, (0,)), ("second", None, (1,))]
 
@@ -189,32 +200,32 @@ def test_a_chain_without_a_stream_is_left_to_triton():
 @pytest.mark.parametrize("group_size", [64, 128])
 def test_only_the_first_launch_of_a_pass_waits_for_the_end_of_what_comes_before(group_size):
     found = plan.plan_for(torch.randn(4, 128, 5, 5), None, None, group_size, 5, None).launches
-    assert not found["moments"].early
-    assert not found["cross_moments"].early
-    large = ("start", "last_step", "prepare", "finish", "apply", "apply_backward")
-    rest = ("whiten", "whiten_backward", "weight_gradient") if group_size == 64 else large
-    assert all(found[name].early for name in ("reduce", "cross_reduce", *rest))
+    assert not found["moments"].dependent
+    assert not found["cross_moments"].dependent
+    ends = ("start", "last_step", "prepare", "finish", "apply", "apply_backward")
+    rest = ("whiten", "whiten_backward", "weight_gradient") if group_size == 64 else ends
+    assert all(found[name].dependent for name in ("reduce", "cross_reduce", *rest))
 
 
 @pytest.mark.parametrize("before", ["highest", "high"])
 @pytest.mark.parametrize("after", ["highest", "high"])
 def test_a_backward_knows_what_its_forward_kept_whatever_precision_is_set_since(before, after, monkeypatch):
-    monkeypatch.setattr(shapes, "INTERPRETED", False)
+    monkeypatch.setattr(precision, "INTERPRETED", False)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: before)
     x = torch.randn(4, 128, 5, 5)
 
     def kept(dtype, exact=False, num_iters=5):
-        parts = shapes.newton_parts(shapes.parts(dtype), exact, num_iters)
-        return torch.empty(shapes.state_of(128, 64, num_iters, parts).size)
+        parts = precision.newton_split(precision.split_for(dtype), exact, num_iters)
+        return torch.empty(layout.state_of(128, 64, num_iters, parts).size)
 
     state, half, exact, long = (kept(x.dtype), kept(torch.float16), kept(x.dtype, True), kept(x.dtype, False, 20))
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: after)
     splits = {"highest": 3, "high": 2}
-    assert shapes.split_of(state, x, 64, 5, False) == splits[before]
+    assert layout.split_of(state, x, 64, 5, False) == splits[before]
     # What does not depend on the precision of then is what it is now.
-    assert shapes.split_of(half, x.half(), 64, 5, False) == 2
-    assert shapes.split_of(exact, x, 64, 5, True) == shapes.split_of(long, x, 64, 20, False) == splits[after]
-    assert shapes.split_of(state, x, 64, 1, False) == shapes.split_of(state, x, 128, 5, False) == splits[after]
+    assert layout.split_of(half, x.half(), 64, 5, False) == 2
+    assert layout.split_of(exact, x, 64, 5, True) == layout.split_of(long, x, 64, 20, False) == splits[after]
+    assert layout.split_of(state, x, 64, 1, False) == layout.split_of(state, x, 128, 5, False) == splits[after]
 
 
 SETTINGS = [
@@ -230,7 +241,9 @@ SETTINGS = [
 
 def test_tf32_is_allowed_in_every_way_that_torch_has():
     # Each in a process of its own: the settings hang together, and one that was set before decides what another does.
-    script = "import torch; from iternorm.backends.triton import shapes; {}; print(shapes.parts(torch.float32))"
+    script = (
+        "import torch; from iternorm.backends.triton.precision import split_for; {}; print(+split_for(torch.float32))"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     wanted = [(setting, split) for setting, split in SETTINGS if "fp32_precision" not in setting or HAS_FP32_PRECISION]

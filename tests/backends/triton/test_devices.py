@@ -18,8 +18,7 @@ from checks import relative_error
 from triton import OutOfResources
 
 from iternorm import IterNorm2d, reference
-from iternorm.backends.triton import devices, plan, shapes
-from iternorm.backends.triton import runtime as launcher
+from iternorm.backends.triton import plan, runtime, tiling
 from iternorm.whitening import dispatch
 from iternorm.whitening.dispatch import Backend
 from iternorm.whitening.settings import Settings
@@ -36,8 +35,8 @@ GPUS = {
 @pytest.fixture
 def gpu(monkeypatch):
     """Put a GPU of this name into the machine, as far as torch tells of it."""
-    monkeypatch.setattr(devices, "_known", {})
-    monkeypatch.setattr(devices, "_lacking", {})
+    monkeypatch.setattr(runtime, "_known", {})
+    monkeypatch.setattr(runtime, "_lacking", {})
 
     def choose(name):
         major, minor, _ = GPUS[name]
@@ -117,26 +116,26 @@ def test_a_launch_is_called_as_its_triton_wants():
     # 3.5 and 3.6: straight to the launcher in C.
     made = compiled(launch="in C", launch_cooperative_grid=False, launch_pdl=True)
     before = ("function", False, True, None, None, "metadata", None, None, None)
-    assert launcher._call_of(made) == ("in C", before)
+    assert runtime._call_of(made) == ("in C", before)
     # 3.7, whose launcher in C takes a signature, and where there is scratch memory: by Triton's own call.
     own = ("function", "metadata", None, None, None)
     made = compiled(launch="in C", launch_cooperative_grid=False, launch_pdl=True, kernel_signature=b"")
-    assert launcher._call_of(made) == (made.run, own)
+    assert runtime._call_of(made) == (made.run, own)
     made = compiled(launch="in C", launch_cooperative_grid=False, launch_pdl=True)
     made.run.global_scratch_size = 128
-    assert launcher._call_of(made) == (made.run, own)
+    assert runtime._call_of(made) == (made.run, own)
 
 
-@pytest.mark.parametrize(("name", "follows"), [("A100", False), ("H200", True)])
-def test_launches_are_brought_up_early_from_hopper_on(name, follows, gpu):
+@pytest.mark.parametrize(("name", "able"), [("A100", False), ("H200", True)])
+def test_launches_depend_on_each_other_from_hopper_on(name, able, gpu):
     gpu(name)
-    assert devices.device_of(torch.device("cuda", 0)).follows_early == follows
+    assert runtime.device_of(torch.device("cuda", 0)).launches_dependents == able
 
 
 def test_tiles_become_smaller_until_a_product_cannot_take_them():
-    tiles, found = shapes.Tiles(64, 4, 3, 2), []
+    tiles, found = tiling.Tiles(64, 4, 3, 2), []
     while tiles is not None:
-        found.append((tiles.block, tiles.stages))
+        found.append((tiles.samples, tiles.stages))
         tiles = tiles.smaller()
     assert found == [(64, 3), (64, 2), (64, 1), (32, 1), (16, 1)]
 
@@ -167,7 +166,7 @@ def test_a_layer_in_smaller_tiles_is_the_same(limit, monkeypatch):
     assert all(relative_error(a, b) < 2e-6 for a, b in zip(actual, (expected, *wanted), strict=True))
     chosen = [tiles for made in plan._plans.values() for tiles in made._chosen.values()]
     assert len(chosen) == 4
-    assert all(tiles.block * tiles.stages <= limit for tiles in chosen)
+    assert all(tiles.samples * tiles.stages <= limit for tiles in chosen)
 
 
 def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):

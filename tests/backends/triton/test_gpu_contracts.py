@@ -10,8 +10,7 @@ pytest.importorskip("triton")
 from checks import relative_error, worst
 from gpu_checks import BUDGETS, activation, errors, layer_for
 
-from iternorm.backends.triton import devices, plan, shapes
-from iternorm.backends.triton import runtime as launcher
+from iternorm.backends.triton import plan, runtime, tiling
 from iternorm.whitening import fused
 
 pytestmark = [
@@ -23,14 +22,14 @@ pytestmark = [
 @pytest.fixture
 def smaller_gpu(monkeypatch):
     """As if this GPU had the shared memory of a card for games, and knew no dependent launch."""
-    known = devices.device_of(torch.device("cuda", 0))
-    monkeypatch.setitem(devices._known, 0, known._replace(capability=(8, 9)))
-    monkeypatch.setattr(devices, "_lacking", {})
+    known = runtime.device_of(torch.device("cuda", 0))
+    monkeypatch.setitem(runtime._known, 0, known._replace(capability=(8, 9)))
+    monkeypatch.setattr(runtime, "_lacking", {})
     monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr("triton.compiler.compiler.max_shared_mem", lambda device: 101376)
-    launcher._compiled.cache_clear()
+    runtime._compiled.cache_clear()
     yield
-    launcher._compiled.cache_clear()
+    runtime._compiled.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["fp32", "tf32", "bf16"])
@@ -50,7 +49,7 @@ def test_a_gpu_with_less_shared_memory_against_fp64(name, last, precision, small
     made = next(iter(plan._plans.values()))
     if name == "fp32":
         # There was no room for the usual tiles.
-        usual = shapes.tiles_for("whiten_backward", made.shape, made.key.split)
+        usual = tiling.tiles_for("whiten_backward", made.layout, made.key.split)
         assert made._chosen["whiten_backward"].stages < usual.stages
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
-from iternorm.backends.triton import devices, iteration, plan, shapes
+from iternorm.backends.triton import iteration, layout, plan, precision, runtime, tiling
 from iternorm.whitening import fused, settings
 
 # Of an operator's arguments: no residual, and no running statistics.
@@ -167,11 +167,11 @@ def test_rounding_cannot_make_zca_diverge():
 
     # In exact arithmetic no entry of R is above 1.
     assert not last_residual(regularized).abs().max() < 1e9
-    assert last_residual(regularized + shapes.jitter(2) * torch.diag(raw.diagonal())).abs().max() < 1.001
+    assert last_residual(regularized + precision.jitter(2) * torch.diag(raw.diagonal())).abs().max() < 1.001
     # And the kernels do add it, forward and backward.
     x = correlated(6, 16, 5, 5, dtype=torch.float32)
     for name in ("whiten", "whiten_backward"):
-        for exact, expected in ((True, shapes.jitter(0)), (False, 0.0)):
+        for exact, expected in ((True, precision.jitter(0)), (False, 0.0)):
             found = plan.plan_for(x, None, None, 16, steps, None, exact).launches[name]
             assert found.constants["JITTER"] == expected
 
@@ -263,7 +263,7 @@ def test_a_mean_of_a_thousand_deviations_costs_no_more_than_rounding_the_input(l
 @pytest.mark.parametrize(("channels", "group_size"), [(20, 8), (130, 130)])
 def test_runs_of_samples_with_means_of_their_own_are_joined(channels, group_size, monkeypatch):
     # Enough programs that each block of a wide group is shared by four.
-    monkeypatch.setattr(devices, "_INTERPRETER", devices._INTERPRETER._replace(num_sms=24))
+    monkeypatch.setattr(runtime, "_INTERPRETER", runtime._INTERPRETER._replace(num_sms=24))
     monkeypatch.setattr(plan, "_plans", {})
     x = torch.randn(400, channels) + 0.05 * torch.arange(400.0)[:, None] * torch.randn(channels)
     layer = layer_for(x.shape, group_size=group_size, num_iters=1)
@@ -468,9 +468,9 @@ def test_a_plan_is_made_once_and_depends_on_all_it_must():
 @pytest.mark.parametrize(("samples", "num_groups"), [(1, 1), (100, 3), (65536, 1), (65536, 8), (3211264, 1), (999, 40)])
 @pytest.mark.parametrize("others", [0, 1])
 def test_programs_cover_all_tiles_and_none_is_empty(samples, num_groups, others):
-    shape = shapes.Shape(samples, 64 * num_groups, 1, True, 64, 64, num_groups, False, True)
-    tiles = shapes.Tiles(64, 4, 3, 2)
-    count, each = shapes.programs(shape, tiles, 132, others)
+    shape = layout.Layout(samples, 64 * num_groups, 1, True, 64, 64, num_groups, False, True)
+    tiles = tiling.Tiles(64, 4, 3, 2)
+    count, each = tiling.programs(shape, tiles, 132, others)
     total = -(-samples // tiles.block)
     assert (count - 1) * each < total <= count * each
     assert (count + others) * num_groups <= max(132 * tiles.per_sm, (1 + others) * num_groups)

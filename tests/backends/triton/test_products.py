@@ -12,7 +12,7 @@ if torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from iternorm.backends.triton import shapes
+from iternorm.backends.triton import precision
 from iternorm.backends.triton.device import newton, products
 
 
@@ -67,8 +67,13 @@ def test_a_gradient_is_scaled_by_a_power_of_two(size, largest):
 def test_float16_holds_the_gradients_on_their_way():
     # Past these steps another format is taken. The worst case: all the gradient where the covariance is next to zero.
     for num_iters in range(2, 13):
-        assert shapes.newton_parts(2, False, num_iters) == 1
-        assert 64 * shapes.newton_range(num_iters) * 3.375 ** (num_iters - 2) <= 2**15
-        assert math.log2(shapes.newton_range(num_iters)).is_integer()
-    assert shapes.newton_parts(2, False, 13) == shapes.newton_parts(3, False, 8) == shapes.newton_parts(2, True, 2) == 3
-    assert shapes.newton_parts(3, False, 7) == 2
+        assert precision.newton_split(2, False, num_iters) == 1
+        assert 64 * precision.newton_range(num_iters) * 3.375 ** (num_iters - 2) <= 2**15
+        assert math.log2(precision.newton_range(num_iters)).is_integer()
+    assert (
+        precision.newton_split(2, False, 13)
+        == precision.newton_split(3, False, 8)
+        == precision.newton_split(2, True, 2)
+        == 3
+    )
+    assert precision.newton_split(3, False, 7) == 2

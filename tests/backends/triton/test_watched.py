@@ -13,7 +13,7 @@ if torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from iternorm.backends.triton import iteration, plan, shapes
+from iternorm.backends.triton import iteration, plan, precision
 from iternorm.backends.triton.device import newton
 from iternorm.whitening import settings
 
@@ -60,7 +60,9 @@ def on_chip(covariance, grad, num_iters):
     whitening, result = torch.empty_like(covariance), torch.empty_like(covariance)
     kept = covariance.new_empty(2 * num_iters * covariance.numel())
     size = covariance.shape[-1]
-    _solve[(2,)](covariance, grad, kept, whitening, result, BD=size, T=num_iters, WATCHED=shapes.is_watched(num_iters))
+    _solve[(2,)](
+        covariance, grad, kept, whitening, result, BD=size, T=num_iters, WATCHED=precision.is_watched(num_iters)
+    )
     return whitening, result
 
 
@@ -114,4 +116,4 @@ def test_zca_and_few_steps_are_not_watched():
         for name in ("whiten", "whiten_backward"):
             assert found.launches[name].constants["WATCHED"] == watched
     assert settings.Settings(16, "newton", 1000, 1e-5).steps == settings.ZCA_STEPS == 24
-    assert [shapes.precision(2, steps) for steps in (12, 13)] == ["tf32", "tf32x3"]
+    assert [precision.matrix_precision(2, steps) for steps in (12, 13)] == ["tf32", "tf32x3"]

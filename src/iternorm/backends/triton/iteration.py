@@ -5,20 +5,22 @@ A step that is watched (`device/newton.py`) is one more forward. The launches ar
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from iternorm import solvers
-from iternorm.backends.triton.device.large import combine, differentiate, settle, symmetrize
-from iternorm.backends.triton.device.large_ends import blend, finish, prepare, start
-from iternorm.backends.triton.runtime import Launch, Launches, on_device
-from iternorm.backends.triton.shapes import INTERPRETED, is_watched, parts, precision, slots_of
+from iternorm.backends.triton.device.ends import blend, finish, prepare, start
+from iternorm.backends.triton.device.steps import combine, differentiate, settle, symmetrize
+from iternorm.backends.triton.layout import slots_of
+from iternorm.backends.triton.precision import is_watched, matrix_precision, split_for
+from iternorm.backends.triton.runtime import Launch, Launches, given_to, on_device
 
-# Small tiles, that there be many: 14 launches at N = 512 took 70 us with tiles of 32x32, 173 with 64x64, on an H200.
-BLOCK, STAGES = 32, 3
+# Tiles of 32x32, so that there are enough to fill a GPU: 14 launches at N = 512 took 70 us, with 64x64 173 (H200).
+TILE, STAGES = 32, 3
 # How the names of launches that multiply by the R of a watched step begin.
 WATCHED = "watched_"
 # What `combine` does beside its first product, by the name of the launch.
@@ -31,6 +33,16 @@ COMBINATIONS = {
 }
 
 Call = tuple[str, tuple]
+
+
+class RunningKey(NamedTuple):
+    """What launches depend on of the running statistics that they update."""
+
+    mean: torch.dtype | None = None
+    matrix: torch.dtype | None = None
+    counted: bool = False  # whether batches are
+    cumulative: bool = False
+    is_covariance: bool = False
 
 
 class Iteration:
@@ -47,7 +59,7 @@ class Iteration:
         precision: of the products.
         device: where they run.
         weight: the dtype of γ, None without one.
-        running: dtypes of running mean and matrix, whether batches are counted, cumulative, covariance; or None.
+        running: the running statistics, None without them.
     """
 
     def __init__(
@@ -60,9 +72,9 @@ class Iteration:
         precision: str,
         device: torch.device,
         weight: torch.dtype | None = None,
-        running: tuple | None = None,
+        running: RunningKey | None = None,
     ):
-        across = -(-stride // BLOCK)
+        across = -(-stride // TILE)
         self._tiles = across * across
         # Every array of matrices begins at 16 bytes.
         self._step = -(-count * stride * stride // 4) * 4
@@ -71,10 +83,9 @@ class Iteration:
         self._weight, self._running = weight, running
         # On an H200 2 were faster for N = 512 (148 us backward against 191), 4 as fast or faster for 256 and 128.
         self._warps = 2 if stride >= 512 else 4
-        whole = stride % BLOCK == 0
-        self._matrices = {"N": stride, "BLOCK": BLOCK, "WHOLE": whole}
-        self._groups = {**self._matrices, "STEPS": min(num_iters, 2), "D": size}
-        self._groups["PADDED"] = triton.next_power_of_2(stride)
+        self._matrices = {"N": stride, "BLOCK": TILE, "WHOLE": stride % TILE == 0}
+        self._padded = {"PADDED": triton.next_power_of_2(stride)}
+        self._groups = {**self._matrices, "STEPS": min(num_iters, 2), "D": size, **self._padded}
         self._products = {**self._matrices, "DEPTH": 64 if stride % 64 == 0 else 32, "STAGES": STAGES}
         self._products["PRECISION"] = precision
 
@@ -126,7 +137,7 @@ class Iteration:
     def blend(self, covariance, whitening, mean, variance, buffers: tuple, counter, batches, momentum: float) -> Call:
         """The update of running mean and matrix, the `buffers`, and of the `counter`, of which `batches` is a copy."""
         assert self._running is not None
-        value = covariance if self._running[4] else whitening
+        value = covariance if self._running.is_covariance else whitening
         return "blend", (value, mean, variance, *buffers, counter, batches, momentum)
 
     def backward(
@@ -175,38 +186,50 @@ class Iteration:
             return [base + 4 * self._step * k for k in range(count)]
         return [base[self._step * k :] for k in range(count)]
 
-    def make(self, name: str) -> Launch:
-        """The launch of a call."""
+    @property
+    def makers(self) -> dict[str, Callable[[], Launch]]:
+        """What makes the launch of each call."""
+        makers = {
+            "start": self._start,
+            "prepare": self._prepare,
+            "finish": self._finish,
+            "differentiate": self._differentiate,
+            "symmetrize": lambda: self._launch(symmetrize, (torch.float32,) * 2, 0, self._matrices),
+            "settle": lambda: self._launch(settle, (torch.float32,) * 3, 0, self._matrices | self._padded),
+            "blend": self._blend,
+        }
+        for name, wanted in COMBINATIONS.items():
+            makers[name] = functools.partial(self._combine, wanted, watched=False)
+            makers[WATCHED + name] = functools.partial(self._combine, wanted, watched=True)
+        return makers
+
+    def _start(self) -> Launch:
         fp32 = torch.float32
-        if name == "start":
-            return self._launch(start, (fp32, *(fp32 if self._num_iters > 1 else None,) * 2, fp32), 1, self._groups)
-        if name == "prepare":
-            pointers = (*(fp32,) * 3, self._weight, None if self._weight is None else fp32, *(fp32,) * 3)
-            return self._launch(prepare, pointers, 1, {**self._groups, "AFFINE": self._weight is not None})
-        if name == "finish":
-            tiles = min(triton.next_power_of_2(self._tiles), 1024)
-            return self._launch(finish, (fp32,) * 4, 2, {**self._groups, "TILES": tiles})
-        if name == "differentiate":
-            words = self._products
-            if words["PRECISION"] == "tf32x3" and self._warps == 2:
-                # At a depth of 64 two warps run out of registers (seen in the compiler's report, not timed).
-                words = {**words, "DEPTH": 32}
-            return self._launch(differentiate, (fp32,) * 4, 0, words)
-        if name == "symmetrize":
-            return self._launch(symmetrize, (fp32,) * 2, 0, self._matrices)
-        if name == "settle":
-            words = {**self._matrices, "PADDED": self._groups["PADDED"]}
-            return self._launch(settle, (fp32,) * 3, 0, words)
-        if name == "blend":
-            return self._make_blend()
-        wanted = COMBINATIONS[name.removeprefix(WATCHED)]
+        return self._launch(start, (fp32, *(fp32 if self._num_iters > 1 else None,) * 2, fp32), 1, self._groups)
+
+    def _prepare(self) -> Launch:
+        fp32 = torch.float32
+        pointers = (*(fp32,) * 3, self._weight, None if self._weight is None else fp32, *(fp32,) * 3)
+        return self._launch(prepare, pointers, 1, {**self._groups, "AFFINE": self._weight is not None})
+
+    def _finish(self) -> Launch:
+        tiles = min(triton.next_power_of_2(self._tiles), 1024)
+        return self._launch(finish, (torch.float32,) * 4, 2, {**self._groups, "TILES": tiles})
+
+    def _differentiate(self) -> Launch:
+        words = self._products
+        if words["PRECISION"] == "tf32x3" and self._warps == 2:
+            # At a depth of 64 two warps run out of registers (seen in the compiler's report, not timed).
+            words = {**words, "DEPTH": 32}
+        return self._launch(differentiate, (torch.float32,) * 4, 0, words)
+
+    def _combine(self, wanted: tuple[str, ...], watched: bool) -> Launch:
         words = {word: word in wanted for word in ("SECOND", "ADDED", "SCALED", "SUMMED")}
         second, added, scaled, summed = words.values()
-        words["WATCHED"] = name.startswith(WATCHED)
-        words["PADDED"] = self._groups["PADDED"]
         present = (True, True, second, second, added, scaled, summed, summed, True)
-        pointers = tuple(fp32 if there else None for there in present)
-        return self._launch(combine, pointers, 2, {**self._products, "D": self._size, **words})
+        pointers = tuple(torch.float32 if there else None for there in present)
+        more = {"D": self._size, **words, "WATCHED": watched, **self._padded}
+        return self._launch(combine, pointers, 2, {**self._products, **more})
 
     def _launch(self, kernel, pointers: tuple, num_floats: int, constants: dict[str, Any]) -> Launch:
         channels = (self._channels,) if "STEPS" in constants else ()
@@ -214,19 +237,18 @@ class Iteration:
         floats = (0.5,) * num_floats
         return Launch(kernel, grid, pointers, floats, channels, (0,), constants, self._warps, self._device)
 
-    def _make_blend(self) -> Launch:
+    def _blend(self) -> Launch:
         assert self._running is not None
-        fp32, size = torch.float32, self._size
-        mean, matrix, counted, cumulative, is_covariance = self._running
-        stride = self._matrices["N"] if is_covariance else size
+        fp32, size, running = torch.float32, self._size, self._running
+        stride = self._matrices["N"] if running.is_covariance else size
         return Launch(
             blend,
-            ((-(-size // BLOCK)) ** 2, self._count),
-            (fp32, fp32, fp32, mean, matrix, *(torch.int64 if counted else None,) * 2),
+            ((-(-size // TILE)) ** 2, self._count),
+            (fp32, fp32, fp32, running.mean, running.matrix, *(torch.int64 if running.counted else None,) * 2),
             (0.1,),
             (self._channels,),
             (0,),
-            {"N": stride, "D": size, "BLOCK": BLOCK, "COUNT": counted, "CUMULATIVE": cumulative},
+            {"N": stride, "D": size, "BLOCK": TILE, "COUNT": running.counted, "CUMULATIVE": running.cumulative},
             self._warps,
             self._device,
         )
@@ -240,7 +262,7 @@ def _name(combination: str, k: int) -> str:
 def solve(covariance: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
     """The whitening matrices of covariances ``[G, N, N]`` with eps, and what the backward needs."""
     count, size, _ = covariance.shape
-    chain = _chain_for(count, size, num_iters, covariance.device, precision(parts(torch.float32), num_iters))
+    chain = _chain_for(count, size, num_iters, covariance.device, matrix_precision(split_for(torch.float32), num_iters))
     covariance = covariance.contiguous()
     whitening = torch.empty_like(covariance)
     saved = covariance.new_empty(chain.iteration.saved)
@@ -252,7 +274,7 @@ def solve(covariance: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
 def solve_backward(grad: Tensor, covariance: Tensor, whitening: Tensor, saved: Tensor, num_iters: int) -> Tensor:
     """The symmetric gradient for the covariance, given the gradient for the whitening matrix (math.md, Eq. 10-12)."""
     count, size, _ = covariance.shape
-    chain = _chain_for(count, size, num_iters, covariance.device, precision(parts(torch.float32), num_iters))
+    chain = _chain_for(count, size, num_iters, covariance.device, matrix_precision(split_for(torch.float32), num_iters))
     result = covariance.new_empty(count, size, size)
     work = covariance.new_empty(chain.iteration.backward_work)
     given = (grad.contiguous(), covariance.contiguous(), whitening.contiguous(), saved)
@@ -266,14 +288,12 @@ class _Chain:
     def __init__(self, iteration: Iteration, device: torch.device):
         self.iteration = iteration
         self._device = device
-        self._launches = Launches(iteration.make)
+        self._launches = Launches(iteration.makers)
 
     def run(self, calls_for, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        if self._device.type == "cuda" and not INTERPRETED and not any(address & 15 for address in addresses):
-            stream, places = torch._C._cuda_getCurrentRawStream(self._device.index), addresses
-        else:
-            stream, places = None, [None if tensor is None else tensor.flatten() for tensor in tensors]
+        stream, places = given_to(self._device, *tensors)
+        if stream is None:
+            places = [None if tensor is None else tensor.flatten() for tensor in tensors]
         calls = calls_for(*places, *floats)
         with on_device(self._device):
             self._launches.run(stream, tuple(name for name, _ in calls), tuple(values for _, values in calls))

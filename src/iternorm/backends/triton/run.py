@@ -1,4 +1,4 @@
-"""One whitening layer on the GPU: `forward`, `backward` and `infer`.
+"""One whitening layer on the GPU: `forward` and `backward`, and the verb `apply` for eval.
 
 Forward and backward are one chain of launches each: partial moments, their reduction, and the iteration with what it is
 for. Where groups have more than 64 channels, the iteration is the launches of `iternorm.backends.triton.iteration`.
@@ -9,35 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iternorm.backends.triton.devices import lacking
-from iternorm.backends.triton.plan import Plan, plan_for
-from iternorm.backends.triton.runtime import on_device
-from iternorm.backends.triton.shapes import (
+from iternorm.backends.triton.layout import (
     by_cublas,
     dense,
-    newton_parts,
-    parts,
     placed,
     split_of,
     state_of,
     unsupported,
     views,
 )
+from iternorm.backends.triton.plan import Plan, plan_for
+from iternorm.backends.triton.precision import newton_split, split_for
+from iternorm.backends.triton.runtime import given_to, lacking, on_device
 
 __all__ = [
+    "apply",
     "backward",
     "by_cublas",
     "dense",
     "forward",
-    "infer",
     "lacking",
-    "newton_parts",
     "on_device",
-    "parts",
-    "placed",
-    "plan_for",
-    "split_of",
-    "state_of",
+    "plan_of_state",
+    "state_size",
     "unsupported",
     "views",
 ]
@@ -47,20 +41,16 @@ __all__ = [
 _NOT_RUNNING: Any = (None,) * 5
 
 
-def _given(plan: Plan, *tensors: Tensor | None) -> tuple[int | None, Any]:
-    """The stream, and the tensors as kernels launched on it take them: addresses, 0 for an absent one.
+def state_size(x: Tensor, group_size: int, num_iters: int, exact: bool) -> int:
+    """The elements of the state that `forward` returns."""
+    kept_parts = newton_split(split_for(x.dtype), exact, num_iters)
+    return state_of(x.shape[1], group_size, num_iters, kept_parts).size
 
-    Without a stream, where one is not aligned to 16 bytes or there is no GPU, the tensors themselves, for Triton.
-    """
-    stream = plan.stream()
-    if stream is not None:
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        together = 0
-        for address in addresses:
-            together |= address
-        if not together & 15:
-            return stream, addresses
-    return None, tensors
+
+def plan_of_state(state: Tensor, x, weight, group_size, num_iters, exact: bool, relu: bool) -> Plan:
+    """The plan for the backward of a forward that is known by the state it left."""
+    split = split_of(state, x, group_size, num_iters, exact)
+    return plan_for(x, weight, None, group_size, num_iters, None, exact, relu, split)
 
 
 def _parts_of(state: Any, plan: Plan) -> tuple:
@@ -107,14 +97,13 @@ def forward(
         y += residual
         return torch.relu_(y) if relu else y, state, plan
     plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu)
-    turned = plan.copied and x.is_contiguous()
+    transposed = plan.copied and x.is_contiguous()
     if plan.copied:
         x = placed(x, group_size)
-        plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu)
     running_mean, running_matrix, num_batches, momentum, _ = running or _NOT_RUNNING
     state = (x.new_zeros if zeroed else x.new_empty)(plan.at.size, dtype=torch.float32)
     y = torch.empty_like(x)
-    stream, given = _given(plan, x, y, state, weight, bias, running_mean, running_matrix)
+    stream, given = given_to(x.device, x, y, state, weight, bias, running_mean, running_matrix)
     source, target, saved, scale, shift, mean, matrix = given
     partials: Any = plan.workspace(x, "moments")
     absent, counter = None, num_batches
@@ -142,7 +131,7 @@ def forward(
         names, arguments = zip(*calls, strict=True)
         application = (source, target, whitening, batch_mean, scale, shift)
         plan.run(stream, ("moments", "reduce", *names, "apply"), (moments, reduction, *arguments, application))
-    return (y.contiguous() if turned else y), state, plan
+    return (y.contiguous() if transposed else y), state, plan
 
 
 def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, needs_residual=False):
@@ -152,35 +141,25 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, 
     """
     if output is not None and (needs_residual or not plan.key.relu):
         grad = torch.empty_like(dense(x)).copy_(torch.where(output > 0, grad, 0))
-        plan = plan_for(
-            placed(x, plan.key.group_size),
-            weight,
-            None,
-            plan.key.group_size,
-            plan.key.num_iters,
-            None,
-            plan.key.exact,
-            False,
-            plan.key.split,
-        )
+        plan = plan_of_state(state, x, weight, plan.key.group_size, plan.key.num_iters, plan.key.exact, False)
         return *backward(grad, x, weight, state, plan, eps, needs_input)[:3], grad
-    turned, stride = False, plan.key.stride
+    transposed, stride = False, plan.stride
     if x.stride() != stride:
-        turned = plan.in_blocks and x.is_contiguous()
+        transposed = plan.layout.wide and x.is_contiguous()
         x = placed(x, plan.key.group_size)
     if grad.stride() != stride:
         grad = torch.empty_like(x).copy_(grad)
-    if turned and output is not None:
+    if transposed and output is not None:
         output = torch.empty_like(x).copy_(output)
-    shape = plan.shape
-    grad_bias = x.new_empty(shape.channels, dtype=torch.float32)
+    layout = plan.layout
+    grad_bias = x.new_empty(layout.channels, dtype=torch.float32)
     grad_weight = None if weight is None else torch.empty_like(grad_bias)
     dx = torch.empty_like(x) if needs_input else None
-    stream, given = _given(plan, x, grad, output, state, dx, weight, grad_weight, grad_bias)
+    stream, given = given_to(x.device, x, grad, output, state, dx, weight, grad_weight, grad_bias)
     source, gradient, passing, saved, target, scale, scale_gradient, grad_sum = given
     cross: Any = plan.workspace(x, "cross_moments")
     # The first part of the workspace is for the reduced matrix and for B, the rest for the partials.
-    half = shape.num_groups * shape.padded**2
+    half = layout.num_groups * layout.padded**2
     if stream is not None:
         cross = cross.data_ptr()
         absent, second, partials = 0, cross + 4 * half, cross + 8 * half
@@ -199,7 +178,7 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, 
             names, arguments = (*names, "weight_gradient"), (*arguments, (cross, whitening, scale_gradient))
     else:
         matrices = (cross, covariance, whitening, iterates, scale, scale_gradient, partials, second)
-        calls = plan.iteration.backward(*matrices, eps, 2 / shape.samples)
+        calls = plan.iteration.backward(*matrices, eps, 2 / layout.samples)
         # The gradient of the weight is complete with the first of them.
         more, values = zip(*(calls if needs_input else calls[:1]), strict=True)
         names, arguments = (*names, *more), (*arguments, *values)
@@ -207,18 +186,19 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, 
             names = (*names, "apply_backward")
             arguments = (*arguments, (*activations, whitening, second, mean, grad_sum, scale))
     plan.run(stream, names, arguments)
-    return (dx.contiguous() if turned and dx is not None else dx), grad_weight, grad_bias, None
+    return (dx.contiguous() if transposed and dx is not None else dx), grad_weight, grad_bias, None
 
 
-def infer(x, whitening, mean, weight, bias, group_size, relu=False, residual=None) -> Tensor:
+def apply(x, whitening, mean, weight, bias, group_size, relu=False, residual=None) -> Tensor:
     """y = diag(γ) W (x - μ) + β from given fp32 statistics: one launch."""
     if residual is not None:
-        y = infer(x, whitening, mean, weight, bias, group_size) + residual
+        y = apply(x, whitening, mean, weight, bias, group_size) + residual
         return torch.relu_(y) if relu else y
-    turned = x.is_contiguous()
-    x = placed(x, group_size)
+    transposed = x.is_contiguous()
     plan = plan_for(x, weight, bias, group_size, 0, None, relu=relu)
+    if plan.copied:
+        x = placed(x, group_size)
     y = torch.empty_like(x)
-    stream, given = _given(plan, x, y, whitening, mean, weight, bias)
+    stream, given = given_to(x.device, x, y, whitening, mean, weight, bias)
     plan.run(stream, ("apply",), (tuple(given),))
-    return y.contiguous() if turned else y
+    return y.contiguous() if transposed else y

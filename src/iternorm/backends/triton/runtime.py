@@ -1,26 +1,103 @@
-"""Launching a compiled kernel cheaply.
+"""What the kernels run on: the GPU, its stream, and launches. Every private name of Triton that is used is used here.
 
 Triton's own launch binds, types and hashes every argument each time. Here a kernel is compiled once for its constants
 and the types of its arguments, and launched from then on with plain addresses and numbers.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from triton import knobs
 
-from iternorm.backends.triton.devices import device_of
-from iternorm.backends.triton.shapes import INTERPRETED
+from iternorm.whitening import modes
 
+# Triton decides when a kernel is defined whether it will be interpreted.
+INTERPRETED: bool = knobs.runtime.interpret
 _NO_CHANGE = nullcontext()
+
+
+class Device(NamedTuple):
+    """What a GPU is and has."""
+
+    name: str
+    capability: tuple[int, int]
+    num_sms: int
+
+    @property
+    def launches_dependents(self) -> bool:
+        """Whether a launch may start while the one before is at work: programmatic dependent launch."""
+        return self.capability >= (9, 0)
+
+
+# The interpreter has no multiprocessors; a few programs show that their partials are joined.
+_INTERPRETER = Device("Triton's interpreter", (0, 0), 3)
+# The first with products of bfloat16 and TF32, Ampere.
+_LEAST_CAPABILITY = (8, 0)
+_known: dict[int, Device] = {}
+_lacking: dict[int, str | None] = {}
+
+
+def device_of(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return _INTERPRETER
+    index = torch.cuda.current_device() if device.index is None else device.index
+    known = _known.get(index)
+    if known is None:
+        found = torch.cuda.get_device_properties(index)
+        capability = found.major, found.minor
+        known = _known[index] = Device(found.name, capability, found.multi_processor_count)
+    return known
+
+
+# A graph that is recorded is for one GPU.
+@modes.constant_in_graphs
+def lacking(index: int) -> str | None:
+    """Why the kernels cannot run on a GPU, or None."""
+    if index not in _lacking:
+        _lacking[index] = _find_lacking(device_of(torch.device("cuda", index)))
+    return _lacking[index]
+
+
+def _find_lacking(device: Device) -> str | None:
+    if torch.version.hip is not None:
+        return f"they are for NVIDIA's GPUs, not for {device.name}"
+    if device.capability < _LEAST_CAPABILITY:
+        have, need = (".".join(map(str, pair)) for pair in (device.capability, _LEAST_CAPABILITY))
+        return f"they need a GPU of compute capability {need} or above, and {device.name} has {have}"
+    return None
 
 
 def on_device(device: torch.device):
     """Kernels are launched on the current device: make it this one where it is another."""
     same = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
     return _NO_CHANGE if same else torch.cuda.device(device)
+
+
+def stream_of(device: torch.device) -> int | None:
+    """The current stream, or None where kernels are launched by Triton itself."""
+    if device.type != "cuda" or INTERPRETED:
+        return None
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def given_to(device: torch.device, *tensors: Tensor | None) -> tuple[int | None, Any]:
+    """The stream, and the tensors as kernels launched on it take them: addresses, 0 for an absent one.
+
+    Without a stream, where one is not aligned to 16 bytes or there is no GPU, the tensors themselves, for Triton.
+    """
+    stream = stream_of(device)
+    if stream is not None:
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        together = 0
+        for address in addresses:
+            together |= address
+        if not together & 15:
+            return stream, addresses
+    return None, tensors
 
 
 class Launch:
@@ -36,9 +113,9 @@ class Launch:
         constants: its constexpr arguments.
         warps: of a program.
         device: where it runs.
-        early: whether its programs may be brought up while the launch before is at work, and wait there, where the GPU
-            can do that. They crowd on the multiprocessors that fall free first, if more of them fit there than should
-            share one.
+        dependent: whether it is a dependent launch, where the GPU has them: its programs start while the launch before
+            is at work, and wait. They crowd on the multiprocessors that fall free first, if more of them fit there than
+            should share one.
 
     Raises:
         triton.OutOfResources: the kernel asks for more shared memory than the device has.
@@ -55,22 +132,21 @@ class Launch:
         constants: dict[str, Any],
         warps: int,
         device: torch.device,
-        early: bool = True,
+        dependent: bool = True,
     ):
         self.kernel = kernel
         self.grid = grid
         self.integers = integers
         self.constants = constants
         self.warps = warps
-        self.early = early
+        self.dependent = dependent
         if device.type == "cuda" and not INTERPRETED:
             # Of the others only the width matters: 2 stands for 32 bits, 2^31 for 64.
             typical = (n if i in specialized else (2 if n < 2**31 else 2**31) for i, n in enumerate(integers))
             types = (*pointers, *floats, *typical)
-            follows = device_of(device).follows_early
-            call, before, after = _compiled(
-                kernel, types, (*constants.items(), ("PDL", follows)), warps, device.index, early and follows
-            )
+            able = device_of(device).launches_dependents
+            fixed = (*constants.items(), ("PDL", able))
+            call, before, after = _compiled(kernel, types, fixed, warps, device.index, dependent and able)
             # What is called, and with what: the grid, then the stream, then this, the values, and this.
             self.prepared = call, (*grid, 1), before, (*integers, *after)
 
@@ -84,21 +160,21 @@ class Launch:
 
 
 class Launches:
-    """Launches by name, each made when it is first wanted.
+    """Launches by name, each made, and its kernel compiled, when it is first wanted.
 
     Args:
-        make: the launch of a name.
+        makers: what makes the launch of each name.
     """
 
-    def __init__(self, make: Callable[[str], Launch]):
-        self._make = make
+    def __init__(self, makers: Mapping[str, Callable[[], Launch]]):
+        self._makers = makers
         self._made: dict[str, Launch] = {}
         self._chains: dict[tuple[str, ...], tuple[tuple, ...]] = {}
 
     def __getitem__(self, name: str) -> Launch:
         found = self._made.get(name)
         if found is None:
-            found = self._made[name] = self._make(name)
+            found = self._made[name] = self._makers[name]()
         return found
 
     def run(self, stream: int | None, names: tuple[str, ...], arguments: tuple[tuple, ...]) -> None:
@@ -119,11 +195,13 @@ class Launches:
 
 
 @functools.cache
-def _compiled(kernel, types: tuple, constants: tuple, warps: int, device: int, early: bool) -> tuple[Any, tuple, tuple]:
+def _compiled(
+    kernel, types: tuple, constants: tuple, warps: int, device: int, dependent: bool
+) -> tuple[Any, tuple, tuple]:
     """What to call, and what goes before and after the arguments of a launch."""
     with torch.cuda.device(device):
         # Programmatic dependent launch: the kernels wait for the launch before them by themselves.
-        compiled = kernel.warmup(*types, grid=(1,), **dict(constants), num_warps=warps, launch_pdl=early)
+        compiled = kernel.warmup(*types, grid=(1,), **dict(constants), num_warps=warps, launch_pdl=dependent)
         compiled._init_handles()
     return *_call_of(compiled), tuple(value for _, value in constants)
 

@@ -5,7 +5,7 @@ R <- 9/4 R - 3/2 R² + 1/4 R³. R is small in the first steps, so rounding of it
 forward keeps the R and Z of its steps, which spares the backward the forward's products. Matrices are ``[BD, BD]``,
 zero beyond the group.
 
-Products are of matrices in parts (`PARTS`, chosen by `shapes.newton_parts`): one float16, which has the bits of a TF32
+Products are of matrices in parts (`PARTS`, chosen by `layout.newton_parts`): one float16, which has the bits of a TF32
 and takes half its time; two, or three of bfloat16, for fp32's accuracy; 0 is a product in fp32, for the interpreter. A
 float16 product of a matrix takes it from the registers that the product before left it in. What is kept is the parts:
 the backward's products take them from shared memory as they come.

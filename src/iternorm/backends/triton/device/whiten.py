@@ -61,7 +61,7 @@ def whiten_forward(
 ):
     """y = diag(γ) W (x - μ) + β (math.md, Eq. 1) with W of the batch, and the running statistics if it is finite.
 
-    `JITTER` is added to the variances, relative to each: see `shapes.jitter`. `NEWTON` is the iteration's number of
+    `JITTER` is added to the variances, relative to each: see `layout.jitter`. `NEWTON` is the iteration's number of
     parts, `PARTS` that of the activation. The matrices that the backward wants are kept at a group's `STRIDE`.
     """
     program = tl.program_id(0)

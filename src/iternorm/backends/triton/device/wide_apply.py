@@ -9,8 +9,8 @@ For groups above 128 channels, and for matrices that a GPU has no room for as a 
 import triton
 import triton.language as tl
 
-from iternorm.backends.triton.device.large import load_block
 from iternorm.backends.triton.device.products import on_channels
+from iternorm.backends.triton.device.steps import load_block
 from iternorm.backends.triton.device.tiles import (
     along_channels,
     channels_of,

@@ -10,8 +10,8 @@ fall to programs that run side by side, so that most of what they read is in the
 import triton
 import triton.language as tl
 
-from iternorm.backends.triton.device.large import tile_of
 from iternorm.backends.triton.device.products import split_dot
+from iternorm.backends.triton.device.steps import tile_of
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,

@@ -1,4 +1,4 @@
-"""What comes before and after the products of `iternorm.backends.triton.device.large`, and the running statistics.
+"""What comes before and after the products of `iternorm.backends.triton.device.steps`, and the running statistics.
 
 A group has D channels, the last one what is left of C: beyond it matrices ``[G, N, N]`` are zero. Whitening matrices
 and running statistics are ``[G, D, D]``.
@@ -9,8 +9,8 @@ and running statistics are ``[G, D, D]``.
 import triton
 import triton.language as tl
 
-from iternorm.backends.triton.device.large import load_block, load_flipped, store_block, tile_of, trace_of
 from iternorm.backends.triton.device.newton import all_finite, total
+from iternorm.backends.triton.device.steps import load_block, load_flipped, store_block, tile_of, trace_of
 from iternorm.backends.triton.device.tiles import follow
 
 

@@ -1,7 +1,7 @@
 """Products of matrices too large for one program, a launch each: the steps of Newton's iteration for such groups.
 
 The same form as in `newton`. A launch is a grid of tiles by matrices; what follows a product in the
-iteration (a factor, a matrix to add, a sum) is done in passing. `large_ends` is what comes before and
+iteration (a factor, a matrix to add, a sum) is done in passing. `ends` is what comes before and
 after the products, `iternorm.backends.triton.iteration` puts the launches in order.
 
 Matrices are ``[G, N, N]``, contiguous, fp32, and zero beyond the group. Whitening matrices are ``[G, D, D]``.

@@ -1,0 +1,186 @@
+"""How an activation lies in memory as the kernels read it, and where a forward pass keeps what its backward needs."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from iternorm.backends.torch import verbs as torch_verbs
+from iternorm.backends.triton.precision import Split, newton_split, split_for
+from iternorm.backends.triton.runtime import INTERPRETED, lacking
+from iternorm.whitening import groups
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# The largest group whose iteration runs in one program: three matrices of 64x64 fit its registers, of 128x128 not.
+LARGEST_NEWTON = 64
+# The largest group that is one tile of channels. Those above it are wide: they are computed in blocks of channels.
+LARGEST_TILE = 128
+# The channels of a block.
+BLOCK = 64
+# Beyond this a row of a matrix does not fit a program's registers.
+LARGEST_GROUP = 1024
+
+
+class Layout(NamedTuple):
+    """An activation as the kernels see it."""
+
+    samples: int  # N L
+    channels: int
+    length: int  # L, the stride of a channel in contiguous memory
+    rows: bool  # channels_last
+    group_size: int
+    padded: int  # see `padded_size`
+    num_groups: int
+    int64: bool  # offsets past 2^31
+    even: bool  # every group fills its tile: no channel is masked
+
+    @property
+    def wide(self) -> bool:
+        """Whether groups are computed in blocks of channels."""
+        return self.padded > LARGEST_TILE
+
+
+def unsupported(x: Tensor, group_size: int, solver: str = "newton") -> str | None:
+    """Why the kernels cannot run on `x`, or None."""
+    if x.dtype not in DTYPES:
+        return f"they take float16, bfloat16 and float32, not {x.dtype}"
+    largest = LARGEST_GROUP if solver == "newton" else LARGEST_NEWTON
+    size = groups.effective_size(x.shape[1], group_size)
+    if size > largest:
+        return f"they take groups of up to {largest} channels for {solver!r}, not {group_size}"
+    if not x.is_cuda and not INTERPRETED:
+        return f"they need a CUDA tensor, not one on {x.device}"
+    return lacking(x.device.index) if x.is_cuda else None
+
+
+def by_cublas(x: Tensor, group_size: int) -> bool:
+    """Whether the torch path, whose products are cuBLAS's, is faster: for large fp32 activations in wide groups.
+
+    256x256x8x8 took 439 us in the kernels and 601 in torch, 64x1024x14x14 took 4027 and 2879, 128x256x56x56 7033 and
+    2919; in bfloat16 that took 1711 and 5633 (H200, CUDA graph, TF32, forward and backward).
+    """
+    wide = groups.effective_size(x.shape[1], group_size) > LARGEST_TILE
+    return wide and x.dtype == torch.float32 and x.numel() > 2**23
+
+
+def dense(x: Tensor) -> Tensor:
+    """`x` itself if it is contiguous or channels_last, else a contiguous copy."""
+    return x if x.is_contiguous() or _is_rows(x) else x.contiguous()
+
+
+def is_read_in_place(x: Tensor, group_size: int) -> bool:
+    """Whether the kernels read `x` itself: it is dense, and channels_last where groups are wide.
+
+    The programs of a wide group read every sample many times over, and along rows that is faster by more than a copy
+    takes.
+    """
+    if _is_rows(x):
+        return True
+    return x.is_contiguous() and (x.ndim == 2 or groups.effective_size(x.shape[1], group_size) <= LARGEST_TILE)
+
+
+def placed(x: Tensor, group_size: int) -> Tensor:
+    """`x` as the kernels read it: itself, or a copy."""
+    x = dense(x)
+    if is_read_in_place(x, group_size):
+        return x
+    return x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).view(x.shape)
+
+
+def placed_without_data(x: Tensor, group_size: int) -> Tensor:
+    """`placed` for its shape and stride alone: a copy has no memory."""
+    if is_read_in_place(x, group_size):
+        return x
+    return placed(torch.empty_strided(x.shape, x.stride(), device="meta"), group_size)
+
+
+def _is_rows(x: Tensor) -> bool:
+    return torch_verbs.is_channels_last(x) or (x.ndim == 3 and x.transpose(1, 2).is_contiguous())
+
+
+def padded_size(size: int) -> int:
+    """The tile that holds a group: a power of two, and at least what a matrix product takes; or whole blocks."""
+    if size > LARGEST_TILE:
+        return -(-size // BLOCK) * BLOCK
+    return max(16, 1 << (size - 1).bit_length())
+
+
+class State(NamedTuple):
+    """Where a forward pass keeps what its backward needs, in one fp32 buffer: offsets, in elements."""
+
+    mean: int  # [C]
+    variance: int  # [C]
+    batches: int  # one int64: a copy of the counter of batches
+    covariance: int  # [G, BD, BD], without eps
+    whitening: int  # [G, d, d]
+    # [G, 2 T - 1, parts, BD, BD] of 16 bits, see `NewtonSplit`; of groups above 64 channels [2 T - 1, G, BD, BD].
+    iterates: int
+    size: int
+
+
+def state_of(channels: int, group_size: int, num_iters: int, kept_parts: int) -> State:
+    """The state of a forward pass whose iteration multiplies so many parts (`NewtonSplit`)."""
+    size = groups.effective_size(channels, group_size)
+    padded = padded_size(size)
+    count = groups.num_groups(channels, group_size)
+    kept = slots_of(num_iters) * padded**2
+    if padded <= LARGEST_NEWTON and kept_parts:
+        # Of two bytes each.
+        kept = kept * kept_parts // 2
+    offsets = [0]
+    for length in (channels, channels, 2, count * padded**2, count * size**2, count * kept):
+        # Every part begins at 16 bytes, as the kernels' loads expect.
+        offsets.append(offsets[-1] + -(-length // 4) * 4)
+    return State(*offsets)
+
+
+def slots_of(num_iters: int) -> int:
+    """How many matrices the backward wants: R_0..R_{T-1} and Z_1..Z_{T-1}; none where there is no product."""
+    return 2 * num_iters - 1 if num_iters > 1 else 0
+
+
+def views(state: Tensor, channels: int, group_size: int, num_iters: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean ``[C]``, covariance ``[G, BD, BD]`` and whitening ``[G, d, d]`` in a state buffer."""
+    size = groups.effective_size(channels, group_size)
+    count, padded = groups.num_groups(channels, group_size), padded_size(size)
+    # Where the iterates end, which depends on their parts, does not matter here.
+    at = state_of(channels, group_size, num_iters, 1)
+    covariance = state[at.covariance : at.covariance + count * padded**2].view(count, padded, padded)
+    whitening = state[at.whitening : at.whitening + count * size**2].view(count, size, size)
+    return state[:channels], covariance, whitening
+
+
+def layout_of(x: Tensor, group_size: int) -> Layout:
+    """Of an input that is `placed`."""
+    channels = x.shape[1]
+    samples = x.numel() // channels
+    size = groups.effective_size(channels, group_size)
+    padded = padded_size(size)
+    length = samples // x.shape[0] if x.shape[0] else 1
+    return Layout(
+        samples=samples,
+        channels=channels,
+        length=length,
+        rows=length == 1 or not x.is_contiguous(),
+        group_size=size,
+        padded=padded,
+        num_groups=groups.num_groups(channels, group_size),
+        # A tile past the last sample may still compute its offsets: keep a margin below 2^31.
+        int64=x.numel() >= 2**31 - 2**20 * channels,
+        even=size == padded and channels % size == 0,
+    )
+
+
+def split_of(state: Tensor, x: Tensor, group_size: int, num_iters: int, exact: bool) -> Split:
+    """The split of the forward pass that left this state: the user may have set another precision since.
+
+    Only fp32's depend on it, and where they keep their iterates in different ways, these are of different size.
+    """
+    split = split_for(x.dtype)
+    if x.dtype != torch.float32 or split == Split.INTERPRETED:
+        return split
+    sizes = {
+        state_of(x.shape[1], group_size, num_iters, newton_split(possible, exact, num_iters)).size: possible
+        for possible in (Split.TWO_PARTS, Split.THREE_PARTS)
+    }
+    return sizes[state.numel()] if len(sizes) == 2 else split

@@ -1,0 +1,167 @@
+"""The tiles of each kernel: how many samples, warps and stages, and how many programs share the samples.
+
+The numbers are what benchmarks/tune_kernels.py found best over its shapes on an H200, the one GPU they were timed on.
+Other GPUs begin with the same, and take smaller ones where they have less shared memory (`Tiles.smaller`).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from iternorm.backends.triton.layout import BLOCK, LARGEST_NEWTON, Layout
+from iternorm.backends.triton.precision import Split
+
+
+class Tiles(NamedTuple):
+    samples: int  # of a tile
+    warps: int
+    stages: int
+    per_sm: int  # programs for each multiprocessor
+
+    def smaller(self) -> "Tiles | None":
+        """The next that ask for less shared memory, for a GPU that has less than an H200; None if there are none."""
+        if self.stages > 1:
+            return self._replace(stages=self.stages - 1)
+        # A tile is an operand of a matrix product, which takes sixteen at least.
+        return self._replace(samples=self.samples // 2) if self.samples > 16 else None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tiles, and when they are taken; None is either way."""
+
+    tiles: Tiles
+    split: Split | None = None
+    rows: bool | None = None
+    few: bool | None = None  # too few samples to keep all multiprocessors busy
+    double: bool | None = None  # a block has 128 channels
+
+    def suits(self, split: int, rows: bool, few: bool, double: bool) -> bool:
+        pairs = ((self.split, split), (self.rows, rows), (self.few, few), (self.double, double))
+        return all(wanted is None or wanted == given for wanted, given in pairs)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The tiles of one kernel on one class of GPUs: the first rule that suits is taken.
+
+    Attributes:
+        why: What the numbers come from.
+        up_to_64: Rules for groups of up to 64 channels.
+        up_to_128: For groups of 65 to 128.
+        wide: For wider groups, which are computed in blocks of channels.
+    """
+
+    why: str
+    up_to_64: tuple[Rule, ...]
+    up_to_128: tuple[Rule, ...]
+    wide: tuple[Rule, ...]
+
+
+ONE, TWO, THREE = Split.ONE_PART, Split.TWO_PARTS, Split.THREE_PARTS
+# Matrices of 128x128 leave room for few samples.
+_BESIDE_128 = (Rule(Tiles(64, 8, 2, 1), ONE), Rule(Tiles(32, 8, 2, 1)))
+# Three parts of such a matrix ask for more shared memory than there is: it is applied in blocks.
+_APPLIED_128 = (Rule(Tiles(64, 4, 3, 2), THREE), *_BESIDE_128)
+HOPPER = {
+    "moments": Tuning(
+        why="bound by memory: large tiles of bfloat16, smaller ones where parts need registers",
+        up_to_64=(Rule(Tiles(128, 4, 4, 2), ONE), Rule(Tiles(64, 4, 3, 2))),
+        up_to_128=_BESIDE_128,
+        wide=(Rule(Tiles(128, 4, 3, 1)),),
+    ),
+    "cross_moments": Tuning(
+        why="reads two activations, so one program a multiprocessor in bfloat16",
+        up_to_64=(Rule(Tiles(64, 4, 4, 1), ONE, few=True), Rule(Tiles(128, 4, 4, 1), ONE), Rule(Tiles(64, 4, 3, 2))),
+        up_to_128=_BESIDE_128,
+        wide=(Rule(Tiles(64, 8, 3, 1), double=True), Rule(Tiles(64, 4, 3, 2))),
+    ),
+    "whiten": Tuning(
+        why="two programs hide each other's iteration; TF32's rows and three parts take smaller tiles",
+        up_to_64=(
+            Rule(Tiles(64, 4, 4, 2), ONE, few=True),
+            Rule(Tiles(128, 4, 4, 2), ONE),
+            Rule(Tiles(64, 4, 4, 2), THREE),
+            Rule(Tiles(64, 4, 4, 2), rows=True),
+            Rule(Tiles(128, 4, 3, 2)),
+        ),
+        up_to_128=(),
+        wide=(),
+    ),
+    "apply": Tuning(
+        why="as `whiten`, without its iteration",
+        up_to_64=(
+            Rule(Tiles(128, 4, 4, 2), ONE),
+            Rule(Tiles(64, 4, 4, 2), THREE),
+            Rule(Tiles(64, 4, 4, 2), rows=True),
+            Rule(Tiles(128, 4, 3, 2)),
+        ),
+        up_to_128=_APPLIED_128,
+        wide=(Rule(Tiles(128, 4, 3, 2), ONE), Rule(Tiles(64, 4, 3, 2))),
+    ),
+    "whiten_backward": Tuning(
+        why="the iteration's matrices take most of the shared memory: two programs only of many small tiles",
+        up_to_64=(
+            Rule(Tiles(128, 4, 3, 1), ONE, rows=True),
+            Rule(Tiles(128, 4, 4, 1), ONE),
+            Rule(Tiles(64, 4, 3, 1), few=True),
+            Rule(Tiles(64, 4, 3, 2), TWO),
+            Rule(Tiles(128, 8, 3, 1), rows=True),
+            Rule(Tiles(64, 4, 2, 2)),
+        ),
+        up_to_128=(),
+        wide=(),
+    ),
+    "apply_backward": Tuning(
+        why="applies two matrices: in parts, few stages and many programs",
+        up_to_64=(),
+        up_to_128=_APPLIED_128,
+        wide=(Rule(Tiles(128, 4, 3, 1), ONE), Rule(Tiles(64, 4, 2, 4))),
+    ),
+}
+
+
+def block_of(kernel: str, layout: Layout) -> int:
+    """The channels of a block of a wide group."""
+    return 2 * BLOCK if kernel == "cross_moments" and layout.padded % (2 * BLOCK) == 0 else BLOCK
+
+
+def tiles_for(kernel: str, layout: Layout, split: int, relu: bool = False) -> Tiles:
+    """The tiles of a kernel. With an activation (`relu`) the backward's kernels read a third tile."""
+    if relu and kernel in ("cross_moments", "apply_backward", "whiten_backward"):
+        return _with_third_tile(kernel, layout, split)
+    tuning = HOPPER[kernel]
+    up_to_64 = layout.padded <= LARGEST_NEWTON
+    rules = tuning.up_to_64 if up_to_64 else tuning.wide if layout.wide else tuning.up_to_128
+    facts = (split, layout.rows, _few(layout), block_of(kernel, layout) > BLOCK)
+    tiles = next(rule.tiles for rule in rules if rule.suits(*facts))
+    if up_to_64 and kernel.endswith("moments") and layout.samples * layout.num_groups < 2048 * tiles.samples:
+        # Each program adds a partial matrix to be reduced: with few tiles for each, fewer programs are faster.
+        tiles = tiles._replace(per_sm=1)
+    return tiles
+
+
+def _few(layout: Layout) -> bool:
+    return layout.samples * layout.num_groups < 2048 * 64
+
+
+def _with_third_tile(kernel: str, layout: Layout, split: int) -> Tiles:
+    tiles, few, up_to_64 = tiles_for(kernel, layout, split), _few(layout), layout.padded <= LARGEST_NEWTON
+    if split == ONE and up_to_64:
+        # Of half the samples, to keep them in registers.
+        if kernel == "cross_moments":
+            return Tiles(64, 4, 3, 1 if layout.samples * layout.num_groups < 2048 * 128 else 2)
+        return tiles._replace(samples=64) if few else Tiles(64, 4, 2, 2)
+    if up_to_64 and (few or (split == TWO and kernel == "cross_moments")):
+        return tiles
+    return tiles._replace(stages=max(1, tiles.stages - 1))
+
+
+def programs(layout: Layout, tiles: Tiles, num_sms: int, others: int = 0, blocks: int = 1) -> tuple[int, int]:
+    """How many programs share the samples of a block of a group, and the tiles each takes.
+
+    There are so many `blocks`, and `others` need room too.
+    """
+    total = -(-layout.samples // tiles.samples)
+    wanted = max(1, num_sms * tiles.per_sm // (layout.num_groups * blocks) - others)
+    per_program = -(-total // wanted)
+    return -(-total // per_program), per_program
