@@ -88,8 +88,7 @@ def start(folder, *arguments, launcher=(), **variables):
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TINY_LOG": str(folder / "log")}
     environment |= {name: str(value) for name, value in variables.items()}
     command = [sys.executable, *launcher, str(TESTS / "tiny_experiment.py"), *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment, text=True, **pipes)
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def finish(process):

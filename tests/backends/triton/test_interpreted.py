@@ -60,7 +60,7 @@ def test_output_and_gradients_equal_the_reference(shape, group_size, num_iters, 
     grad = torch.randn_like(y)
     y.backward(grad)
     inputs = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]
-    expected = reference.iter_norm(*inputs, group_size, num_iters)
+    expected = reference.iter_norm(*inputs, group_size=group_size, num_iters=num_iters)
     gradients = torch.autograd.grad(expected, inputs, grad.double())
     assert relative_error(y, expected) < 2e-6
     for actual, wanted in zip((x.grad, layer.weight.grad, layer.bias.grad), gradients, strict=True):
@@ -219,7 +219,7 @@ def test_the_iteration_in_float16_parts(
     grad = size * torch.randn_like(y)
     y.backward(grad)
     inputs = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]
-    expected = reference.iter_norm(*inputs, group_size, num_iters)
+    expected = reference.iter_norm(*inputs, group_size=group_size, num_iters=num_iters)
     wanted = torch.autograd.grad(expected, inputs, grad.double())
     found = [relative_error(a, b) for a, b in zip((y, x.grad, layer.weight.grad), (expected, *wanted), strict=False)]
     assert worst(found) < budget, found
@@ -270,7 +270,7 @@ def test_runs_of_samples_with_means_of_their_own_are_joined(channels, group_size
     grad = torch.randn_like(y)
     y.backward(grad)
     inputs = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]
-    expected = reference.iter_norm(*inputs, group_size, 1)
+    expected = reference.iter_norm(*inputs, group_size=group_size, num_iters=1)
     wanted = torch.autograd.grad(expected, inputs, grad.double())
     shared = [made._shares[name] for made in plan._plans.values() for name in ("moments", "cross_moments")]
     assert min(shared) > 1

@@ -60,7 +60,16 @@ def on_chip(covariance, grad, num_iters):
     whitening, result = torch.empty_like(covariance), torch.empty_like(covariance)
     kept = covariance.new_empty(2 * num_iters * covariance.numel())
     size = covariance.shape[-1]
-    _solve[(2,)](covariance, grad, kept, whitening, result, BD=size, T=num_iters, WATCHED=shapes.is_watched(num_iters))
+    _solve[(2,)](
+        covariance,
+        grad,
+        kept,
+        whitening,
+        result,
+        BD=size,
+        T=num_iters,
+        WATCHED=tl.constexpr(shapes.is_watched(num_iters)),
+    )
     return whitening, result
 
 
