@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import subprocess
-import xml.etree.ElementTree as ElementTree
+import xml.etree.ElementTree as ET
 from collections import OrderedDict
 from html import unescape
 
@@ -78,7 +78,7 @@ def test_few_layers_are_open():
 
 def depth_plots(page):
     """The plots over depth, each as a tree."""
-    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page.partition("<h2>Layers")[0])]
+    return [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page.partition("<h2>Layers")[0])]
 
 
 def test_plots_over_depth_name_layers_as_tables_do():
@@ -113,7 +113,7 @@ def test_a_long_name_is_cut_at_its_beginning():
     svg = line_svg(
         {"a": [(1, 1.0), (2, 2.0)]}, title="t", x_label="", y_label="", x_names={1: "x" * 80 + ".bn", 2: "y"}
     )
-    texts = texts_of(ElementTree.fromstring(svg), "text")
+    texts = texts_of(ET.fromstring(svg), "text")
     (cut,) = [text for text in texts if text.endswith(".bn")]
     assert cut.startswith("…x")
     assert len(cut) <= 24
@@ -178,7 +178,7 @@ class TestPlots:
     def test_curves_are_drawn_inside_the_axes_with_gaps(self):
         points = [(1, 10.0), (2, 100.0), (3, float("inf")), (4, 1000.0), (5, 0.0)]
         svg = line_svg({"a & b": points}, title="<t>", x_label="x", y_label="y", y_log=True)
-        tree = ElementTree.fromstring(svg)
+        tree = ET.fromstring(svg)
         path = next(element.get("d") for element in tree.iter() if element.get("stroke-width") == "1.6")
         assert path.count("M") == 2
         assert path.count("L") == 1
@@ -200,7 +200,7 @@ class TestPlots:
     def test_nothing_but_infinity_is_drawn_too(self):
         svg = line_svg({"a": [(1, float("inf"))]}, title="t", x_label="x", y_label="y", y_log=True)
         assert "∞" in svg
-        ElementTree.fromstring(svg)
+        ET.fromstring(svg)
 
     def test_nothing_to_draw_is_said(self):
         assert "nothing to draw" in line_svg({"a": [(1, float("nan"))]}, title="t", x_label="", y_label="")

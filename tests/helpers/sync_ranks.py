@@ -5,7 +5,7 @@ process on the concatenated batch. A start of gloo takes seconds, so one start s
 """
 
 import copy
-import datetime
+import datetime as dt
 import os
 import sys
 import time
@@ -202,7 +202,7 @@ def sharded(share, size: int) -> dict:
 
 def broken(rank: int, size: int) -> dict:
     """Rank 1 dies, rank 2 stops answering; rank 0 says what it got and after how long."""
-    limit = datetime.timedelta(seconds=4)
+    limit = dt.timedelta(seconds=4)
     dead, silent = dist.new_group([0, 1], timeout=limit), dist.new_group([0, 2], timeout=limit)
     x = torch.randn(4, 6)
     dist.barrier()
@@ -231,7 +231,7 @@ def main() -> None:
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=seconds),
+        timeout=dt.timedelta(seconds=seconds),
     )
     torch.save(function(rank, size), folder / f"{rank}.pt")
     if scenario == "everything":

@@ -1,6 +1,6 @@
-"""An experiment that tests run in processes of their own: `python tiny_experiment.py run tiny ...` is the command line
-with this module as its only experiment.
+"""An experiment that tests run in processes of their own.
 
+`python tiny_experiment.py run tiny ...` is the command line with this module as its only experiment.
 Where TINY_LOG names a file every run of a job adds a line to it. TINY_WAIT names a file that a job waits for. With
 TINY_MEET=n a job waits until n jobs have begun. TINY_FORK makes a job fork a child that outlives it.
 """

@@ -32,6 +32,8 @@ SETTINGS = (Setting(torch.float32, "NCHW"), Setting(torch.bfloat16, "NHWC"))
 
 
 class Norm(NamedTuple):
+    """A normalization that the training step is timed with."""
+
     name: str
     make: NormFactory
     slow: bool = False
@@ -40,6 +42,7 @@ class Norm(NamedTuple):
 
 
 def norms(quick: bool = False) -> list[Norm]:
+    """The normalizations of the table; with `quick`, BatchNorm and IterNorm alone."""
     from iternorm.layers.norms import DecorrelatedBatchNorm2d, IterNorm2d
 
     found = [Norm("BatchNorm2d", nn.BatchNorm2d), Norm("IterNorm d=64", partial(IterNorm2d, group_size=64))]
