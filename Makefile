@@ -6,13 +6,14 @@ STAMP := $(VENV)/.installed
 # Interpreters, each with a version of torch; the least and the newest that are supported.
 VERSIONS ?= python3.10=2.6 python3.12=newest
 
-.PHONY: help setup demo test test-rare test-versions test-gpu check format report bench bench-gpu clean
+.PHONY: help setup demo test test-rare test-versions test-gpu coverage check format report bench bench-gpu clean
 
 help:
 	@echo "make demo      train the paper's MLP on handwritten digits with four normalizations and write a report"
 	@echo "make test      run the tests"
 	@echo "make test-rare run those that take long and seldom break, such as compiling kernels for other GPUs"
 	@echo "make test-versions run the core's tests with the oldest and the newest supported torch; VERSIONS=... for others"
+	@echo "make coverage  run the tests and show which lines and branches of the package they reach; pages in coverage/"
 	@echo "make check     lint, formatting and types"
 	@echo "make test-gpu  run the tests that need a CUDA device, from the tree, with the system's torch"
 	@echo "make report    write docs/reproduction.md and .html, and the README's table, from the results of experiments"
@@ -42,6 +43,9 @@ test-versions:
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 10 -p no:benchmark -p no:cacheprovider tests
 
+coverage: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not rare" --cov --cov-report term --cov-report html
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,4 +66,4 @@ bench-gpu:
 	PYTHONPATH=src $(PYTHON) benchmarks/run.py --device cuda
 
 clean:
-	rm -rf $(VENV) .versions .pytest_cache .ruff_cache .hypothesis dist iternorm-demo
+	rm -rf $(VENV) .versions .pytest_cache .ruff_cache .hypothesis .coverage coverage dist iternorm-demo

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 # Inductor's pool of compiler processes outlives the tests and keeps their output open.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -24,10 +25,12 @@ def _seed():
 @pytest.fixture
 def poisoned_memory():
     """Fill memory that torch leaves uninitialized with NaN, so that an element nobody wrote shows."""
-    previous = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    # The module gives itself another class for this setting, which no type checker sees.
+    switch: Any = torch.utils.deterministic
+    previous = torch.are_deterministic_algorithms_enabled(), switch.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    switch.fill_uninitialized_memory = True
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(previous[0])
-    torch.utils.deterministic.fill_uninitialized_memory = previous[1]
+    switch.fill_uninitialized_memory = previous[1]

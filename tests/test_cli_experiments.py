@@ -2,11 +2,14 @@
 
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import tiny_experiment
 import torch
+from rich.progress import Progress
 from typer.testing import CliRunner
 
 from iternorm import cli
@@ -232,7 +235,10 @@ def test_ray_stands_with_and_without_an_address(invoke, monkeypatch, arguments, 
         asked.append((len(jobs), address, gpus_per_job))
         return iter(())
 
-    monkeypatch.setattr(cli, "find_spec", lambda name: object())
+    # Whether Ray is installed or not.
+    present = ModuleType("ray")
+    present.__spec__ = ModuleSpec("ray", None)
+    monkeypatch.setitem(sys.modules, "ray", present)
     monkeypatch.setattr(ray_sweep, "run", run)
     result = invoke("run", *arguments)
     assert result.exit_code == 0, result.output
@@ -240,7 +246,7 @@ def test_ray_stands_with_and_without_an_address(invoke, monkeypatch, arguments, 
 
 
 def test_ray_that_is_missing_is_named_with_its_extra(invoke, monkeypatch):
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     result = invoke("run", "fig1", "--ray")
     assert result.exit_code == 2
     assert result.stderr == "error: this needs ray: pip install 'iternorm[ray]'\n"
@@ -284,7 +290,7 @@ def test_run_on_cuda_without_a_device(invoke):
 
 
 def test_bars_show_what_a_job_passes(tiny):
-    with cli._progress(cli.TextColumn("{task.fields[values]}")) as progress:
+    with Progress(disable=True) as progress:
         bars = console.Bars(progress, [(tiny, config) for config in tiny.jobs()])
         bars.step("tiny", "bn-s0", 3, 10, {"loss": 0.25, "error": 7.5, "rate": 12345.0})
         bars.step("tiny", "dbn-s0", 1, 10, {"loss": None})

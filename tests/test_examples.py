@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from checks import ended_well
@@ -89,7 +90,8 @@ def test_the_page_of_tools(capsys):
     found = run_page("tools.md", 2)
     assert int(capsys.readouterr().out) > 0
     assert isinstance(found["synchronized"][1], iternorm.SyncIterNorm)
-    layer = iternorm.IterNorm2d(16, group_size=4).eval()
+    layer: Any = iternorm.IterNorm2d(16, group_size=4).eval()
+    # What thop puts on every layer.
     layer.total_ops = 0
     found["for_thop"](layer, (torch.randn(2, 16, 3, 3),), None)
     assert layer.total_ops == 2 * 16 * 9 * 4

@@ -1,5 +1,7 @@
 """Covariance -> whitening matrix: values, gradients and second gradients of each solver (math.md, sections 3 and 4)."""
 
+from typing import Any
+
 import pytest
 import torch
 from checks import covariance_with, relative_error
@@ -111,7 +113,7 @@ def test_the_derivative_of_newton_is_self_adjoint():
             P = (3 * P - P @ P @ P @ matrix) / 2
         return P
 
-    forward = [torch.autograd.functional.jvp(iterate, normalized, v)[1] for v in (left, right)]
+    forward: list[Any] = [torch.autograd.functional.jvp(iterate, normalized, v)[1] for v in (left, right)]
     torch.testing.assert_close((forward[0] * right).sum(), (forward[1] * left).sum())
 
 

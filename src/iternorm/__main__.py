@@ -15,7 +15,7 @@ def _plain_letters(error: UnicodeError) -> tuple[str, int]:
     return "".join(_PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
 
-codecs.register_error("iternorm.backends.torch.verbs", _plain_letters)
+codecs.register_error("iternorm.plain_letters", _plain_letters)
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         # A stream in another encoding than UTF-8 would raise in the middle of a table. Who chose a remedy keeps it.
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="iternorm.backends.torch.verbs")
+            stream.reconfigure(errors="iternorm.plain_letters")
     try:
         from iternorm.cli import app
     except ModuleNotFoundError as error:

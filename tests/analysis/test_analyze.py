@@ -94,18 +94,19 @@ def test_statistics_are_those_of_all_data(name):
 class BatchNormRelu(nn.BatchNorm2d):
     """A layer whose output is not a scale and a shift of its input."""
 
-    def forward(self, x):
-        return super().forward(x).relu()
+    def forward(self, input):
+        return super().forward(input).relu()
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, BatchNormRelu])
 def test_output_of_batch_norm_is_what_it_gives(kind, mode):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 5, 1), kind(5)).double()
-    nn.init.uniform_(model[1].weight, -2, 2)
+    convolution, norm = nn.Conv2d(3, 5, 1), kind(5)
+    model = nn.Sequential(convolution, norm).double()
+    nn.init.uniform_(norm.weight, -2, 2)
     # A channel without variance, in and out.
-    model[0].weight.data[2] = 0
+    convolution.weight.data[2] = 0
     batches = [batch.double() * scale for scale, batch in enumerate(images(), 1)]
     (layer,) = analyze(model, batches, batch_sizes=(), positions=None, mode=mode).layers
     model = copy.deepcopy(model).train(mode == "train")
@@ -271,7 +272,7 @@ class TestModelIsLeftAsItWas:
             "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
-            "numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002
+            "numpy": np.random.get_state(legacy=False)["state"]["key"].tolist(),  # noqa: NPY002
             "grads": [parameter.grad for parameter in model.parameters()],
             "wants": [parameter.requires_grad for parameter in model.parameters()],
         }
@@ -319,9 +320,9 @@ class TestModelIsLeftAsItWas:
 
     def test_a_buffer_that_is_replaced_comes_back(self):
         class Counting(nn.BatchNorm1d):
-            def forward(self, x):
+            def forward(self, input):
                 self.num_batches_tracked = self.num_batches_tracked + 1
-                return super().forward(x)
+                return super().forward(input)
 
         model = nn.Sequential(Counting(3))
         buffer = model[0].num_batches_tracked
@@ -333,7 +334,7 @@ class TestModelIsLeftAsItWas:
 class TestBadInput:
     def test_not_a_module(self):
         with pytest.raises(TypeError, match="model is a function"):
-            analyze(lambda x: x, images())
+            analyze(lambda x: x, images())  # pyright: ignore[reportArgumentType]
 
     def test_no_normalization_layer(self):
         with pytest.raises(ValueError, match="Linear has no normalization layer"):
@@ -369,9 +370,9 @@ class TestBadInput:
 
     def test_a_layer_that_fails_on_nan_is_named(self):
         class Strict(nn.BatchNorm1d):
-            def forward(self, x):
-                torch.linalg.cholesky(x.T @ x)
-                return super().forward(x)
+            def forward(self, input):
+                torch.linalg.cholesky(input.T @ input)
+                return super().forward(input)
 
         model = nn.Sequential(nn.BatchNorm1d(3), nn.Identity(), Strict(3))
         batch = torch.full((8, 3), torch.nan)
@@ -385,16 +386,22 @@ class TestBadInput:
 
     def test_unknown_mode(self):
         with pytest.raises(ValueError, match="mode is 'test'"):
-            analyze(network(), images(), mode="test")
+            analyze(network(), images(), mode="test")  # pyright: ignore[reportArgumentType]
 
     def test_layer_that_is_never_called(self):
         model = nn.ModuleDict({"used": nn.BatchNorm1d(3), "idle": nn.BatchNorm1d(3)})
         batches = [torch.randn(8, 3)]
-        result = analyze(model, batches, batch_sizes=(), forward=lambda model, x: model["used"](x))
+
+        def forward(model, x):
+            return model.get_submodule("used")(x)
+
+        result = analyze(model, batches, batch_sizes=(), forward=forward)
         assert [layer.name for layer in result.layers] == ["used"]
         assert "not reached by any call: idle" in result.table()
         with pytest.raises(ValueError, match="no call reached the layers 'idle'"):
-            analyze(model, batches, layers="idle", batch_sizes=(), forward=lambda model, x: model["used"](x))
+            analyze(
+                model, batches, layers="idle", batch_sizes=(), forward=lambda model, x: model.get_submodule("used")(x)
+            )
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x, 0), lambda x: [x, 0], lambda x: {"input": x}])

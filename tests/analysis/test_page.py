@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import subprocess
-import xml.etree.ElementTree as ElementTree
+import xml.etree.ElementTree as ET
 from collections import OrderedDict
 from html import unescape
 
@@ -78,29 +78,34 @@ def test_few_layers_are_open():
 
 def depth_plots(page):
     """The plots over depth, each as a tree."""
-    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page.partition("<h2>Layers")[0])]
+    return [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page.partition("<h2>Layers")[0])]
 
 
 def test_plots_over_depth_name_layers_as_tables_do():
     model = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 12), nn.BatchNorm1d(12))
     page = analyze(model, [torch.randn(40, 12)], batch_sizes=(8,), draws=10).to_html()
     for plot in depth_plots(page):
-        texts = [element.text for element in plot.iter() if element.tag.endswith("text")]
+        texts = texts_of(plot, "text")
         assert {"1", "4"} <= set(texts)
         assert "2" not in texts
         # What a pointer that rests on a point is told.
-        named = [element.text for element in plot.iter() if element.tag.endswith("title")]
+        named = texts_of(plot, "title")
         assert {name.partition(":")[0] for name in named} == {"1", "4"}
+
+
+def texts_of(tree, tag):
+    """The texts of the elements of a kind; a drawing has none without one."""
+    return [element.text or "" for element in tree.iter() if element.tag.endswith(tag)]
 
 
 def test_of_many_layers_some_are_named_and_a_pointer_tells_all(hundred):
     plot = depth_plots(hundred.to_html())[0]
     names = [layer.name for layer in hundred.layers]
-    texts = [element.text for element in plot.iter() if element.tag.endswith("text")]
+    texts = texts_of(plot, "text")
     shown = [text for text in texts if text.startswith("…")]
     assert 5 <= len(shown) <= 14
     assert all(any(name.endswith(text[1:]) for name in names) for text in shown)
-    named = {element.text.partition(":")[0] for element in plot.iter() if element.tag.endswith("title")}
+    named = {text.partition(":")[0] for text in texts_of(plot, "title")}
     assert named == set(names)
 
 
@@ -108,7 +113,7 @@ def test_a_long_name_is_cut_at_its_beginning():
     svg = line_svg(
         {"a": [(1, 1.0), (2, 2.0)]}, title="t", x_label="", y_label="", x_names={1: "x" * 80 + ".bn", 2: "y"}
     )
-    texts = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
+    texts = texts_of(ET.fromstring(svg), "text")
     (cut,) = [text for text in texts if text.endswith(".bn")]
     assert cut.startswith("…x")
     assert len(cut) <= 24
@@ -118,10 +123,11 @@ def test_a_long_name_is_cut_at_its_beginning():
 def flat():
     """A model whose second layer sees two channels that are one."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    linear = nn.Linear(4, 4)
+    model = nn.Sequential(nn.BatchNorm1d(4), linear, nn.BatchNorm1d(4))
     with torch.no_grad():
-        model[1].weight[1] = model[1].weight[0]
-        model[1].bias[1] = model[1].bias[0]
+        linear.weight[1] = linear.weight[0]
+        linear.bias[1] = linear.bias[0]
     return analyze(model, [torch.randn(40, 4) for _ in range(2)], batch_sizes=())
 
 
@@ -136,9 +142,9 @@ def test_an_infinite_condition_number_is_drawn_and_explained(flat):
     assert '<td class="number">∞</td>' in page
     assert "κ ∞ → ∞" in page
     plot = depth_plots(page)[0]
-    height = float(next(e.get("y") for e in plot.iter() if e.text == "∞"))
+    height = float(next(e.attrib["y"] for e in plot.iter() if e.text == "∞"))
     # Above all that is finite.
-    ticks = [float(e.get("y")) for e in plot.iter() if e.get("text-anchor") == "end" and e.text != "∞"]
+    ticks = [float(e.attrib["y"]) for e in plot.iter() if e.get("text-anchor") == "end" and e.text != "∞"]
     assert all(height < tick for tick in ticks)
     assert sum("∞" in (e.text or "") for e in plot.iter() if e.tag.endswith("title")) == 2
 
@@ -149,9 +155,9 @@ def test_infinity_is_not_explained_where_there_is_none():
 
 
 def test_names_are_escaped():
-    model = nn.Module()
-    model.add_module("<b>&", nn.BatchNorm1d(3))
-    result = analyze(model, [torch.randn(8, 3)], batch_sizes=(), forward=lambda model, x: model._modules["<b>&"](x))
+    model, layer = nn.Module(), nn.BatchNorm1d(3)
+    model.add_module("<b>&", layer)
+    result = analyze(model, [torch.randn(8, 3)], batch_sizes=(), forward=lambda model, x: layer(x))
     assert "<b>&" not in result.to_html()
     assert "&lt;b&gt;&amp;" in result.to_html()
 
@@ -172,7 +178,7 @@ class TestPlots:
     def test_curves_are_drawn_inside_the_axes_with_gaps(self):
         points = [(1, 10.0), (2, 100.0), (3, float("inf")), (4, 1000.0), (5, 0.0)]
         svg = line_svg({"a & b": points}, title="<t>", x_label="x", y_label="y", y_log=True)
-        tree = ElementTree.fromstring(svg)
+        tree = ET.fromstring(svg)
         path = next(element.get("d") for element in tree.iter() if element.get("stroke-width") == "1.6")
         assert path.count("M") == 2
         assert path.count("L") == 1
@@ -194,7 +200,7 @@ class TestPlots:
     def test_nothing_but_infinity_is_drawn_too(self):
         svg = line_svg({"a": [(1, float("inf"))]}, title="t", x_label="x", y_label="y", y_log=True)
         assert "∞" in svg
-        ElementTree.fromstring(svg)
+        ET.fromstring(svg)
 
     def test_nothing_to_draw_is_said(self):
         assert "nothing to draw" in line_svg({"a": [(1, float("nan"))]}, title="t", x_label="", y_label="")

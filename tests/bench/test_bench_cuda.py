@@ -104,7 +104,8 @@ def test_only_the_exact_rival_runs_without_tf32_and_the_setting_is_restored():
 
 
 def test_a_rival_that_fails_is_reported_and_stops_nobody():
-    rivals = [*tiny_rivals()[:2], CudaRival("broken", Breaks), CudaRival("unmade", partial(nn.BatchNorm2d, "eight"))]
+    unmade = partial(nn.BatchNorm2d, "eight")  # pyright: ignore[reportArgumentType]
+    rivals = [*tiny_rivals()[:2], CudaRival("broken", Breaks), CudaRival("unmade", unmade)]
     rows = rows_of(contest.run_case(TINY, torch.float32, rivals, FakeGpu(), 4000.0, rounds=2))
     broken = rows["broken", "NHWC"]
     assert broken["failed"] == broken["graph_failed"] == "RuntimeError: no such thing"

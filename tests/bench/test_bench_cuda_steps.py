@@ -93,7 +93,9 @@ def test_a_training_step_learns_in_its_precision_and_layout(small_batch):
     for setting in training.SETTINGS:
         step = training.TrainingStep(nn.BatchNorm2d, setting, torch.device("cpu"), tiny_vgg)
         outputs = []
-        handle = step.model.features[0].register_forward_hook(lambda *called, seen=outputs: seen.append(called[-1]))
+        handle = step.model.get_submodule("features.0").register_forward_hook(
+            lambda *called, seen=outputs: seen.append(called[-1])
+        )
         losses = [step().item()]
         handle.remove()
         assert outputs[0].dtype == setting.dtype

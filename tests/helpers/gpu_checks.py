@@ -41,7 +41,7 @@ def errors(layer, x, grad):
     y = layer(x)
     y.backward(grad)
     inputs = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]
-    expected = reference.iter_norm(*inputs, layer.group_size, layer.num_iters)
+    expected = reference.iter_norm(*inputs, group_size=layer.group_size, num_iters=layer.num_iters)
     wanted = torch.autograd.grad(expected, inputs, grad.double())
     assert y.stride() == x.stride() == x.grad.stride()
     actual = (y, x.grad, layer.weight.grad, layer.bias.grad)

@@ -60,8 +60,7 @@ def finish(recipe, folder):
         name: hashlib.sha256((path / f"{name}.safetensors").read_bytes()).hexdigest()
         for name in ("weights", "momentum")
     }
-    for row in rows:
-        row.pop("seconds")
+    rows = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
     left = sorted(entry.name for entry in folder.iterdir())
     (folder.parent / f"{folder.name}.json").write_text(json.dumps({"rows": rows, **digests, "left": left}))
 

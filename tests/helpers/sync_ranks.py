@@ -5,12 +5,14 @@ process on the concatenated batch. A start of gloo takes seconds, so one start s
 """
 
 import copy
-import datetime
+import datetime as dt
 import os
 import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -138,9 +140,17 @@ def everything(rank: int, size: int) -> dict:
     results["disagree, input"] = error_of(iternorm.SyncIterNorm(6), torch.randn(4, 5 if rank == 1 else 6))
     results["one value"] = error_of(iternorm.SyncIterNorm(6), torch.randn(int(rank == 0), 6))
 
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # Each rank has fewer values than a group has channels; all ranks together have enough.
+        iternorm.SyncIterNorm(8)(torch.randn(6, 8))
+    results["warnings of a small part"] = [str(warning.message) for warning in caught]
+
     layer = iternorm.SyncIterNorm(6)
     y = layer(torch.randn(4, 6, requires_grad=True))
-    results["second derivative"] = error_of(lambda: torch.autograd.grad(y.sum(), layer.weight, create_graph=True))
+    results["second derivative"] = error_of(
+        lambda: torch.autograd.grad(y.sum(), [*layer.parameters()], create_graph=True)
+    )
 
     model = nn.parallel.DistributedDataParallel(network())
     share = network_batch().split([6, 4, 2])[rank]
@@ -186,12 +196,13 @@ def sharded(share, size: int) -> dict:
     model = network()
     fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
     model(share).square().sum().backward()
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    gradients: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
+    return {name: gradient.full_tensor() for name, gradient in gradients.items()}
 
 
 def broken(rank: int, size: int) -> dict:
     """Rank 1 dies, rank 2 stops answering; rank 0 says what it got and after how long."""
-    limit = datetime.timedelta(seconds=4)
+    limit = dt.timedelta(seconds=4)
     dead, silent = dist.new_group([0, 1], timeout=limit), dist.new_group([0, 2], timeout=limit)
     x = torch.randn(4, 6)
     dist.barrier()
@@ -220,7 +231,7 @@ def main() -> None:
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=seconds),
+        timeout=dt.timedelta(seconds=seconds),
     )
     torch.save(function(rank, size), folder / f"{rank}.pt")
     if scenario == "everything":

@@ -1,6 +1,8 @@
 """Networks that nobody here wrote, small: real architectures of `transformers` and `monai`, without a download."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,14 +24,18 @@ def hf_resnet():
 def hf_regnet():
     from transformers import RegNetConfig, RegNetForImageClassification
 
-    words = {"embedding_size": 16, "hidden_sizes": [24, 48, 72, 96], "depths": [1, 1, 2, 1], "groups_width": 24}
-    return RegNetForImageClassification(RegNetConfig(num_labels=5, **words))
+    words: dict[str, Any] = {
+        "embedding_size": 16, "hidden_sizes": [24, 48, 72, 96], "depths": [1, 1, 2, 1], "groups_width": 24,
+        "num_labels": 5,
+    }  # fmt: skip
+    return RegNetForImageClassification(RegNetConfig(**words))
 
 
 def hf_mobilenet_v2():
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
-    return MobileNetV2ForImageClassification(MobileNetV2Config(depth_multiplier=0.35, num_labels=5))
+    words: dict[str, Any] = {"depth_multiplier": 0.35, "num_labels": 5}
+    return MobileNetV2ForImageClassification(MobileNetV2Config(**words))
 
 
 def hf_efficientnet():
@@ -40,19 +46,19 @@ def hf_efficientnet():
 
 
 def monai_resnet_2d():
-    from monai.networks.nets import resnet18
+    from monai.networks.nets.resnet import resnet18
 
     return resnet18(spatial_dims=2, n_input_channels=3, num_classes=5)
 
 
 def monai_resnet_3d():
-    from monai.networks.nets import resnet18
+    from monai.networks.nets.resnet import resnet18
 
     return resnet18(spatial_dims=3, n_input_channels=1, num_classes=5)
 
 
 def monai_densenet():
-    from monai.networks.nets import DenseNet121
+    from monai.networks.nets.densenet import DenseNet121
 
     return DenseNet121(spatial_dims=2, in_channels=3, out_channels=5, init_features=16, growth_rate=8)
 
@@ -120,17 +126,18 @@ class BatchNormAct2d(nn.BatchNorm2d):
     It drops and activates in a forward of its own, around a copy of BatchNorm's.
     """
 
-    def __init__(self, num_features, act_layer=nn.ReLU, drop=0.0, **words):
+    def __init__(self, num_features, act_layer: Callable[[], nn.Module] = nn.ReLU, drop=0.0, **words):
         super().__init__(num_features, **words)
         self.drop = nn.Dropout2d(drop) if drop else nn.Identity()
         self.act = act_layer()
 
-    def forward(self, x):
+    def forward(self, input):
+        x = input
         torch._assert(x.ndim == 4, "expected 4D input")
         factor = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats:
             self.num_batches_tracked.add_(1)
-            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            factor = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         x = nn.functional.batch_norm(
             x,
             self.running_mean if not self.training or self.track_running_stats else None,

@@ -1,6 +1,6 @@
-"""An experiment that tests run in processes of their own: `python tiny_experiment.py run tiny ...` is the command line
-with this module as its only experiment.
+"""An experiment that tests run in processes of their own.
 
+`python tiny_experiment.py run tiny ...` is the command line with this module as its only experiment.
 Where TINY_LOG names a file every run of a job adds a line to it. TINY_WAIT names a file that a job waits for. With
 TINY_MEET=n a job waits until n jobs have begun. TINY_FORK makes a job fork a child that outlives it.
 """
@@ -88,8 +88,7 @@ def start(folder, *arguments, launcher=(), **variables):
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TINY_LOG": str(folder / "log")}
     environment |= {name: str(value) for name, value in variables.items()}
     command = [sys.executable, *launcher, str(TESTS / "tiny_experiment.py"), *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment, text=True, **pipes)
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def finish(process):

@@ -15,7 +15,7 @@ from iternorm import functional
 def layers_for(kind=iternorm.IterNorm2d, **words):
     """A layer with an activation, and the same layer without."""
     with_one, without = kind(8, group_size=4, activation="relu", **words), kind(8, group_size=4, **words)
-    nn.init.normal_(with_one.bias)
+    with_one.bias.data.normal_()
     without.load_state_dict(with_one.state_dict())
     return with_one, without
 
@@ -77,7 +77,7 @@ def test_folding_leaves_the_activation_in_place(padding):
     model(x)
     folded, table = iternorm.fold(model.eval())
     assert [row.how for row in table] == ["previous"]
-    assert isinstance(folded[1].activation, nn.ReLU)
+    assert isinstance(folded.get_submodule("1").activation, nn.ReLU)
     assert not any(isinstance(layer, iternorm.IterNorm2d) for layer in folded.modules())
     assert relative_error(folded(x), model(x)) < 1e-5
     # The model that was folded still has it.
@@ -109,16 +109,16 @@ def test_layers_cannot_take_it_into_their_weights():
 def test_conversions_keep_it_or_say_why_not():
     model = nn.Sequential(iternorm.IterNorm2d(8, activation="relu"))
     synchronized = iternorm.convert_sync_iternorm(copy.deepcopy(model))
-    assert synchronized[0].activation == "relu"
+    assert synchronized.get_submodule("0").activation == "relu"
     x = correlated(6, 8, 4, 4).float()
     assert torch.equal(synchronized(x), copy.deepcopy(model)(x))
     report = iternorm.ConversionReport()
     with pytest.warns(UserWarning, match="activation='relu' in it, which no BatchNorm has"):
         back = iternorm.convert_to_batchnorm(model, report=report)
-    assert isinstance(back[0], iternorm.IterNorm2d)
+    assert isinstance(back.get_submodule("0"), iternorm.IterNorm2d)
     assert report.skipped
 
 
 def test_a_batchnorm_made_of_a_layer_has_nothing_of_it():
-    made = iternorm.convert_to_batchnorm(nn.Sequential(iternorm.IterNorm2d(8)))[0]
+    made = iternorm.convert_to_batchnorm(iternorm.IterNorm2d(8))
     assert set(vars(made)) == set(vars(nn.BatchNorm2d(8)))

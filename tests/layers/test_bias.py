@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_every_implementation_takes_a_weight_alone(impl):
     if impl == "triton" and dispatch.NO_TRITON:
         pytest.skip(dispatch.NO_TRITON)
     layer = IterNorm2d(8, group_size=3, impl=impl, bias=False)
-    nn.init.normal_(layer.weight)
+    layer.weight.data.normal_()
     x = correlated(6, 8, 5, 5, dtype=torch.float32)
     on = x.to("cuda" if impl == "triton" and torch.cuda.is_available() else "cpu").requires_grad_()
     layer.to(on.device)
@@ -139,7 +140,7 @@ def test_converted_there_and_back(kind, ours):
 
 
 def test_reset_parameters_after_a_conversion_resets_the_weight():
-    layer = iternorm.convert_batchnorm(biasless())
+    layer: Any = iternorm.convert_batchnorm(biasless())
     layer.reset_parameters()
     torch.testing.assert_close(layer.weight.detach(), torch.ones(8))
     assert_same_state(layer, state_of(IterNorm2d(8, bias=False)))
@@ -147,25 +148,27 @@ def test_reset_parameters_after_a_conversion_resets_the_weight():
 
 def test_reset_parameters_of_a_bias_alone():
     layer = IterNorm2d(8)
-    nn.init.normal_(layer.bias)
+    layer.bias.data.normal_()
     layer.register_parameter("weight", None)
     layer.reset_parameters()
     assert not layer.bias.any()
 
 
 def test_synchronized_and_folded():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), IterNorm2d(8, group_size=3, bias=False), nn.ReLU())
-    nn.init.normal_(model[1].weight)
+    convolution, norm = nn.Conv2d(3, 8, 3), IterNorm2d(8, group_size=3, bias=False)
+    norm.weight.data.normal_()
+    model = nn.Sequential(convolution, norm, nn.ReLU())
     x = torch.randn(16, 3, 6, 6)
     model(x)
     synchronized = iternorm.convert_sync_iternorm(copy.deepcopy(model))
-    assert type(synchronized[1]) is SyncIterNorm
-    assert synchronized[1].bias is None
+    layer = synchronized.get_submodule("1")
+    assert type(layer) is SyncIterNorm
+    assert layer.bias is None
     model.eval()
     torch.testing.assert_close(synchronized.eval()(x), model(x))
     folded, table = iternorm.fold(model)
     assert [row.how for row in table] == ["previous"]
     assert relative_error(folded(x), model(x)) < 1e-5
-    pointwise = iternorm.fold_pointwise(model[1])
-    y = model[0](x)
-    assert relative_error(pointwise(y), model[1](y)) < 1e-5
+    pointwise = iternorm.fold_pointwise(norm)
+    y = convolution(x)
+    assert relative_error(pointwise(y), norm(y)) < 1e-5

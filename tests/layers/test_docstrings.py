@@ -13,7 +13,7 @@ LAYERS = [getattr(iternorm, f"{kind}{rank}d") for kind in ("IterNorm", "Decorrel
 
 @pytest.mark.parametrize("layer", [*LAYERS, iternorm.SyncIterNorm], ids=lambda layer: layer.__name__)
 def test_every_argument_is_explained(layer):
-    text = inspect.getdoc(layer)
+    text = inspect.getdoc(layer) or ""
     assert "In training" in text
     described = re.findall(r"^    (\w+): \S", text.partition("Args:\n")[2].partition("Example:")[0], re.MULTILINE)
     assert sorted(described) == sorted(inspect.signature(layer).parameters)
@@ -22,7 +22,7 @@ def test_every_argument_is_explained(layer):
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
 def test_the_first_line_and_the_example_are_the_layers_own(layer):
-    text = inspect.getdoc(layer)
+    text = inspect.getdoc(layer) or ""
     rank = int(layer.__name__[-2])
     assert ("[N, C]", "[N, C, H, W]", "[N, C, D, H, W]")[rank - 1] in text.partition("\n")[0]
     assert f">>> {layer.__name__}(" in text

@@ -1,5 +1,7 @@
 """Gradients of the layer: exact in training and in eval, twice differentiable, and made of little saved memory."""
 
+from typing import Any
+
 import pytest
 import torch
 from checks import correlated, peak_bytes, relative_error
@@ -55,7 +57,7 @@ def test_eval_gradients_are_exact_and_differentiable(shape, kind):
     mean, matrix = torch.randn(5, dtype=torch.float64), torch.eye(3, dtype=torch.float64).expand(2, 3, 3)
 
     def function(x, weight, bias):
-        running = {f"running_{kind}": matrix}
+        running: dict[str, Any] = {f"running_{kind}": matrix}
         return functional.iter_norm(x, mean, weight=weight, bias=bias, group_size=3, **running)
 
     assert gradcheck(function, affine_inputs(shape))
@@ -210,7 +212,9 @@ def test_iterates_are_not_kept_where_they_are_large_beside_the_activation():
     grad = torch.randn_like(y)
     y.backward(grad)
     inputs = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]
-    (expected,) = torch.autograd.grad(reference.iter_norm(*inputs, None, 5), inputs[:1], grad.double())
+    (expected,) = torch.autograd.grad(
+        reference.iter_norm(*inputs, group_size=None, num_iters=5), inputs[:1], grad.double()
+    )
     assert relative_error(x.grad, expected) < 2e-6
 
 

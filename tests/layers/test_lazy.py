@@ -2,6 +2,7 @@
 
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,10 @@ def test_the_words_of_the_layer_go_over(words):
 def test_before_the_first_batch():
     layer = iternorm.LazyIterNorm2d()
     assert repr(layer).startswith("LazyIterNorm2d(0, eps=1e-05")
-    assert all(is_lazy(t) for t in (layer.weight, layer.bias, layer.running_mean, layer.running_whitening))
+    assert all(
+        is_lazy(t)
+        for t in (*layer.parameters(), layer.get_buffer("running_mean"), layer.get_buffer("running_whitening"))
+    )
     layer.reset_parameters()
     # Torch cannot deepcopy a buffer that has no size yet, of LazyBatchNorm2d neither.
     other = pickle.loads(pickle.dumps(layer))
@@ -89,9 +93,9 @@ def test_in_a_network_with_an_optimizer():
 
 @pytest.mark.parametrize("source", ["ours", "BatchNorm", "without statistics"])
 def test_a_checkpoint_says_how_many_channels(source):
-    words = {"track_running_stats": False} if source == "without statistics" else {}
+    words: dict[str, Any] = {"track_running_stats": False} if source == "without statistics" else {}
     saved = nn.BatchNorm2d(10) if source == "BatchNorm" else iternorm.IterNorm2d(10, group_size=4, **words)
-    nn.init.normal_(saved.weight)
+    saved.weight.data.normal_()
     x = correlated(8, 10, 3, 3, dtype=torch.float32)
     saved(x)
     layer = iternorm.LazyIterNorm2d(group_size=4, **words)
@@ -109,7 +113,7 @@ def test_a_checkpoint_of_a_layer_that_has_not_seen_a_batch():
     buffer.seek(0)
     other = nn.Sequential(iternorm.LazyIterNorm2d())
     other.load_state_dict(torch.load(buffer, weights_only=False))
-    assert is_lazy(other[0].weight)
+    assert is_lazy(other.get_parameter("0.weight"))
     other(torch.randn(4, 6, 2, 2))
     assert type(other[0]) is iternorm.IterNorm2d
 

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -195,7 +196,7 @@ def test_tracking_switched_off_later_is_as_in_batch_norm():
     layer(x)
     assert_same_state(layer, before)
     torch.testing.assert_close(
-        layer.eval()(x), inference.apply(x, layer.running_whitening, layer.running_mean, None, None, 4)
+        layer.eval()(x), inference.apply(x, before["running_whitening"], before["running_mean"], None, None, 4)
     )
 
 
@@ -206,8 +207,8 @@ def test_reset(affine):
     assert layer.running_whitening[2].diagonal().tolist() == [1, 1, 0, 0]
     layer(correlated(8, 10, 3, 3, dtype=torch.float32))
     if affine:
-        nn.init.normal_(layer.weight)
-        nn.init.normal_(layer.bias)
+        layer.weight.data.normal_()
+        layer.bias.data.normal_()
         weight = layer.weight.detach().clone()
         layer.reset_running_stats()
         torch.testing.assert_close(layer.weight.detach(), weight)
@@ -390,6 +391,6 @@ def test_a_weight_that_is_kept_elsewhere_is_found():
     parametrized = nn.utils.parametrize.register_parametrization(copy.deepcopy(layer), "weight", Doubled())
     torch.testing.assert_close(parametrized(x), expected)
     # What nn.DataParallel makes for each GPU: parameters are attributes there.
-    replica = layer._replicate_for_data_parallel()
-    replica.weight, replica.bias = 2 * layer.weight, layer.bias.clone()
+    replica: Any = layer._replicate_for_data_parallel()
+    replica.weight, replica.bias = layer.weight.mul(2), layer.bias.clone()
     torch.testing.assert_close(replica(x), expected)

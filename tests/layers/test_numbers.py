@@ -1,5 +1,8 @@
 """Arguments may be numpy's numbers: a configuration that was read or searched has those."""
 
+# To a type checker numpy's integers are no int, and these tests are about them.
+# pyright: reportArgumentType=false
+
 import copy
 import json
 
@@ -46,7 +49,7 @@ def test_they_may_be_set_later():
                 module.running_whitening = torch.eye(4).expand(2, 4, 4).clone()
         assert torch.equal(layer(x), other(x))
         assert torch.equal(layer.running_whitening, other.running_whitening)
-    layer.num_iters = "7"
+    layer.num_iters = "7"  # pyright: ignore[reportAttributeAccessIssue]
     before = layer.running_mean.clone()
     with pytest.raises(TypeError, match="num_iters='7' is not an integer"):
         layer(x)
@@ -67,7 +70,7 @@ def test_functions_and_conversions():
     layer = iternorm.convert_batchnorm(batch_norm, group_size=np.int64(4), num_iters=np.int64(3))
     assert (layer.eps, layer.momentum, layer.group_size) == (float(np.float32(1e-3)), 0.25, 4)
     model = iternorm.decorrelate_features(nn.Sequential(nn.Linear(8, 3)), group_size=np.int64(4))
-    assert model[0].norm.group_size == 4
+    assert model.get_submodule("0.norm").group_size == 4
 
 
 @pytest.mark.parametrize("value", [True, np.bool_(True), 2.0, np.float64(2), "2", None])

@@ -28,7 +28,8 @@ def test_it_is_the_layer_the_sum_and_the_activation(rank, impl, activation, trai
     plain = LAYERS[rank](8, group_size=4, impl=impl, dtype=torch.float64)
     nn.init.uniform_(layer.weight)
     plain.load_state_dict(layer.state_dict())
-    layer.train(training), plain.train(training)
+    layer.train(training)
+    plain.train(training)
     x, z = tensors(SHAPES[rank])
     y = layer(x, residual=z)
     expected = plain(x) + z

@@ -6,7 +6,6 @@ import warnings
 import pytest
 import torch
 
-import iternorm
 from iternorm import DecorrelatedBatchNorm1d, IterNorm1d, IterNorm2d, SmallBatchWarning, SyncIterNorm
 
 
@@ -61,15 +60,6 @@ def test_layers_that_know_only_their_batch_statistics_warn_in_eval():
 )
 def test_nothing_is_said_of_batches_that_will_do(layer, shape):
     layer(torch.randn(shape))
-
-
-def test_processes_that_share_a_batch_are_not_warned_of_their_part(monkeypatch):
-    layer = SyncIterNorm(64)
-    # What `forward` asks; the collective itself is tested elsewhere.
-    monkeypatch.setattr(layer, "_process_group", lambda input: object())
-    monkeypatch.setattr(iternorm.layers.base, "normalize", lambda input, *rest: input)
-    monkeypatch.setattr(layer, "_check_agreement", lambda *arguments: None)
-    iternorm.layers.base.WhiteningNorm.forward(layer, torch.randn(16, 64))
 
 
 def test_a_compiled_layer_is_one_graph_and_silent():

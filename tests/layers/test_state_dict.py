@@ -1,6 +1,7 @@
 """What a checkpoint of this layer, of BatchNorm and of the authors' layer becomes when it is loaded."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -134,7 +135,8 @@ def test_our_own_checkpoint_round_trips(running, momentum, kwargs):
     copy = IterNorm2d(10, momentum=momentum, group_size=4, running=running, **kwargs)
     copy.load_state_dict(layer.state_dict())
     assert_same_state(copy, state_of(layer))
-    assert layer.state_dict()._metadata[""]["version"] == 1
+    state: Any = layer.state_dict()
+    assert state._metadata[""]["version"] == 1
     names = {"weight", "bias"} if kwargs.get("affine", True) else set()
     if kwargs.get("track_running_stats", True):
         names |= {"running_mean", f"running_{running}", "num_batches_tracked"}

@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ LAYERS = [
 ]
 
 
-def network(norm=IterNorm2d):
+def network(norm: Callable[..., nn.Module] = IterNorm2d) -> Any:
     """With a BatchNorm behind the layer, in fp64."""
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, bias=False), norm(6, group_size=4), nn.ReLU(), nn.Conv2d(6, 4, 1), nn.BatchNorm2d(4)
@@ -75,7 +77,7 @@ def test_update_bn_averages_over_the_data(running):
 
 def test_update_bn_of_averaged_weights_without_any_batch_norm():
     model = nn.Sequential(nn.Linear(3, 6), iternorm.IterNorm1d(6))
-    averaged = AveragedModel(model)
+    averaged: Any = AveragedModel(model)
     batches = [torch.randn(16, 3) for _ in range(3)]
     for x in batches:
         model(x)
@@ -96,10 +98,11 @@ def test_update_bn_leaves_frozen_layers_and_says_so():
     assert len(found) == 2
     assert_same_state(model, before)
     # A copy, and what is made of it, stays frozen.
-    for other in (copy.deepcopy(model), iternorm.convert_sync_iternorm(copy.deepcopy(model))):
+    others: tuple[Any, ...] = (copy.deepcopy(model), iternorm.convert_sync_iternorm(copy.deepcopy(model)))
+    for other in others:
         with pytest.warns(UserWarning, match="is frozen"):
             other[1].reset_running_stats()
-        torch.testing.assert_close(other[1].running_mean, before["1.running_mean"])
+        torch.testing.assert_close(other.get_buffer("1.running_mean"), before["1.running_mean"])
     iternorm.unfreeze(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -133,7 +136,7 @@ def test_both_kinds_are_synchronized_by_ours():
     assert seen
     # Without the word, as before.
     other = iternorm.convert_sync_iternorm(network())
-    assert [type(m) for m in other[1::3]] == [SyncIterNorm, nn.BatchNorm2d]
+    assert [type(m) for m in [*other.children()][1::3]] == [SyncIterNorm, nn.BatchNorm2d]
 
 
 def test_a_batch_norm_that_cannot_be_synchronized_is_named():

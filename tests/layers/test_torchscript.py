@@ -2,6 +2,7 @@
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_the_kernel_of_eval_does_not_leave_a_constant_in_the_trace():
     layer = IterNorm2d(8, group_size=3, impl="triton").to(device).eval()
     layer.running_mean.normal_()
     with torch.no_grad():
-        traced = torch.jit.trace(layer, torch.randn(4, 8, 3, 3, device=device), check_trace=False)
+        traced: Any = torch.jit.trace(layer, torch.randn(4, 8, 3, 3, device=device), check_trace=False)
         x = torch.randn(4, 8, 3, 3, device=device)
         torch.testing.assert_close(traced(x), layer(x), rtol=1e-5, atol=1e-5)
 

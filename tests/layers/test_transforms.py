@@ -1,5 +1,7 @@
 """Function transforms in training: torch.func, forward-mode differentiation, batched gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 from checks import correlated, covariance_with
@@ -61,7 +63,7 @@ def test_grad_is_backward_and_updates_the_buffers(layer):
 def test_jvp_is_the_transpose_of_vjp(layer):
     x, tangent, cotangent = correlated(16, 5), torch.randn(16, 5).double(), torch.randn(16, 5).double()
     layer.track_running_stats = False
-    output, pushed = jvp(layer, (x,), (tangent,))
+    output, pushed, *_ = jvp(layer, (x,), (tangent,))
     torch.testing.assert_close(output, layer(x))
     pulled = vjp(layer, x)[1](cotangent)[0]
     torch.testing.assert_close((pushed * cotangent).sum(), (pulled * tangent).sum())
@@ -166,7 +168,7 @@ def test_hessian_is_symmetric_and_that_of_double_backward(solver):
         return (solve(base + direction + direction.mT) * weights).sum().sin()
 
     zero = torch.zeros(4, 4).double()
-    expected = torch.autograd.functional.hessian(function, zero)
+    expected: Any = torch.autograd.functional.hessian(function, zero)
     assert expected.isfinite().all()
     torch.testing.assert_close(hessian(function)(zero), expected)
     torch.testing.assert_close(jacrev(jacrev(function))(zero), expected)

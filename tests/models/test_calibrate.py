@@ -69,7 +69,7 @@ def test_fp32_with_a_mean_of_a_thousand_deviations():
     batches = [b + 1000 for b in batches]
     layer = recalibrate(IterNorm2d(6, running="covariance"), batches, progress=False)
     _, covariance, _ = population([b.double() for b in batches])
-    torch.testing.assert_close(layer.running_covariance[0].double(), covariance, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(layer.get_buffer("running_covariance")[0].double(), covariance, rtol=1e-3, atol=1e-3)
 
 
 def test_a_network_with_dropout_and_one_large_batch():
@@ -139,7 +139,7 @@ def test_layers_without_statistics_and_layers_never_reached():
         recalibrate(nn.Sequential(IterNorm1d(3, track_running_stats=False)), [torch.randn(4, 3)])
     model = nn.ModuleDict({"used": IterNorm1d(3), "unused": nn.BatchNorm1d(3)})
     with pytest.warns(UserWarning, match="no batch reached these layers, which keep their statistics: unused"):
-        recalibrate(model, [torch.randn(4, 3)], forward=lambda m, x: m["used"](x), progress=False)
+        recalibrate(model, [torch.randn(4, 3)], forward=lambda m, x: m.get_submodule("used")(x), progress=False)
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -150,7 +150,7 @@ def test_progress_needs_no_rich(installed, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "rich.progress", None)
     layer = IterNorm1d(3)
     recalibrate(layer, [torch.randn(4, 3)] * 3)
-    assert int(layer.num_batches_tracked) == 3
+    assert layer.num_batches_tracked == 3
     assert ("Recalibrating" in capsys.readouterr().out) is installed
 
 
@@ -184,7 +184,7 @@ def test_frozen_statistics_survive_train_and_let_the_rest_train():
     model.eval()
     model.train()
     model(torch.randn(16, 4))
-    assert not torch.equal(model[3].running_mean, before["3.running_mean"])
+    assert not torch.equal(model.get_buffer("3.running_mean"), before["3.running_mean"])
 
 
 def test_freeze_by_name_and_bad_input():

@@ -25,8 +25,8 @@ from iternorm import (
 
 
 class BatchNormHalved(nn.BatchNorm2d):
-    def forward(self, x):
-        return super().forward(x) / 2
+    def forward(self, input):
+        return super().forward(input) / 2
 
 
 class BatchNormNamed(nn.BatchNorm2d):
@@ -108,7 +108,7 @@ def test_each_rank_and_dtype(batchnorm, iternorm_class, shape, dtype):
     assert type(new) is iternorm_class
     assert (new.eps, new.momentum, new.group_size, new.num_iters) == (1e-3, None, 3, 4)
     assert {t.dtype for t in new.state_dict().values()} == {dtype, torch.int64}
-    assert int(new.num_batches_tracked) == 7
+    assert new.num_batches_tracked == 7
     tolerance = 1e-12 if dtype == torch.float64 else 2e-2
     torch.testing.assert_close(new(x), expected, rtol=tolerance, atol=tolerance)
     # The state of the way back is the state it had.
@@ -152,7 +152,7 @@ def test_without_affine_bias_or_statistics():
     torch.testing.assert_close(convert_batchnorm(layer)(x), layer(x))
     # BatchNorm1d(6, bias=False), which torch has since 2.13.
     layer = nn.BatchNorm1d(6)
-    layer.bias = None
+    layer.register_parameter("bias", None)
     layer = trained(layer).eval()
     new = convert_batchnorm(layer)
     assert new.bias is None
@@ -168,8 +168,8 @@ def test_shared_layers_stay_shared():
     norm = trained(nn.BatchNorm1d(4))
     model = nn.ModuleDict({"a": nn.Sequential(norm, nn.ReLU()), "b": nn.Sequential(nn.Tanh(), norm)})
     convert_batchnorm(model)
-    assert type(model["a"][0]) is IterNorm1d
-    assert model["a"][0] is model["b"][1]
+    assert type(model.get_submodule("a.0")) is IterNorm1d
+    assert model.get_submodule("a.0") is model.get_submodule("b.1")
 
 
 def test_where():
@@ -181,7 +181,7 @@ def test_where():
 
     assert kinds(convert_batchnorm(network(), where="all")) == [IterNorm1d] * 3
     assert kinds(convert_batchnorm(network(), where="first")) == [IterNorm1d, nn.BatchNorm1d, nn.BatchNorm1d]
-    wide = convert_batchnorm(network(), where=lambda name, module: module.num_features == 8 and name == "1.1")
+    wide = convert_batchnorm(network(), where=lambda name, module: bool(module.num_features == 8) and name == "1.1")
     assert kinds(wide) == [nn.BatchNorm1d, nn.BatchNorm1d, IterNorm1d]
 
 
@@ -269,7 +269,7 @@ def test_a_batchnorm_with_an_activation_keeps_it(training):
     assert isinstance(model[1], SyncIterNorm)
     torch.testing.assert_close(model(x), original.eval()(x))
     back = convert_to_batchnorm(model)
-    assert type(back[1]) is BatchNormAct2d
+    assert type(back.get_submodule("1")) is BatchNormAct2d
     torch.testing.assert_close(back(x), original.eval()(x))
 
 
@@ -290,10 +290,10 @@ def test_an_optimizer_made_before_still_trains_the_converted_model():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     convert_batchnorm(model)
-    before = model[1].weight.detach().clone()
+    before = model.get_parameter("1.weight").detach().clone()
     model(torch.randn(8, 3)).pow(3).sum().backward()
     optimizer.step()
-    assert not torch.equal(model[1].weight, before)
+    assert not torch.equal(model.get_parameter("1.weight"), before)
 
 
 def test_a_whitening_matrix_with_no_diagonal_scale_stays():
@@ -314,10 +314,12 @@ def test_decorrelate_features_of_a_third_party_model():
         # Running statistics start at 0 and the identity: nothing changes in eval.
         torch.testing.assert_close(logits(model, x), expected)
     assert set(keys) < set(model.state_dict())
-    linear = model.classifier[1]
+    linear = model.get_submodule("classifier.1")
     assert isinstance(linear, nn.Linear)
     seen = []
-    linear.norm.register_forward_hook(lambda module, args, output: seen.append((args[0].shape, output)))
+    linear.get_submodule("norm").register_forward_hook(
+        lambda module, args, output: seen.append((args[0].shape, output))
+    )
     model.train()
     logits(model, x).square().mean().backward()
     shape, output = seen[0]
@@ -328,12 +330,13 @@ def test_decorrelate_features_of_a_third_party_model():
 
 
 def test_decorrelated_features_are_the_last_dimension():
-    model = decorrelate_features(nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)), group_size=3)
-    assert type(model[0]) is nn.Linear
+    first, last = nn.Linear(5, 6), nn.Linear(6, 3)
+    model = decorrelate_features(nn.Sequential(first, last), group_size=3)
+    assert type(model.get_submodule("0")) is nn.Linear
     x = torch.randn(4, 7, 5)
-    hidden = model[0](x)
+    hidden = first(x)
     expected = iternorm.functional.iter_norm(hidden.reshape(28, 6), training=True, group_size=3).view(4, 7, 6)
-    torch.testing.assert_close(model(x), nn.functional.linear(expected, model[1].weight, model[1].bias))
+    torch.testing.assert_close(model(x), nn.functional.linear(expected, last.weight, last.bias))
     with pytest.raises(ValueError, match=r"the model has no nn\.Linear"):
         decorrelate_features(nn.Conv2d(3, 3, 1))
     with pytest.raises(ValueError, match=r"name='head' is no nn.Linear of this model; it has '0'"):

@@ -1,6 +1,7 @@
 """A folded model gives the output of the unfolded one, and holds no layer it could do without."""
 
 import copy
+from typing import Any
 
 import pytest
 import third_party
@@ -12,6 +13,7 @@ from torch.nn.utils import parametrizations
 import iternorm
 from iternorm import (
     DecorrelatedBatchNorm2d,
+    FoldTable,
     IterNorm1d,
     IterNorm2d,
     IterNorm3d,
@@ -25,7 +27,7 @@ from iternorm import (
 from iternorm.layers.base import WhiteningNorm
 
 
-def settled(model):
+def settled(model) -> Any:
     """Statistics as after some training (full matrices, symmetric), random scales and shifts, fp64, eval."""
     generator = torch.Generator().manual_seed(1)
     model = model.double().eval()
@@ -34,7 +36,7 @@ def settled(model):
             if not isinstance(layer, WhiteningNorm):
                 continue
             layer.running_mean.normal_(generator=generator)
-            noise = torch.empty_like(layer.running_matrix).normal_(generator=generator)
+            noise = torch.empty_like(layer.get_buffer(f"running_{layer.running}")).normal_(generator=generator)
             covariance = noise @ noise.mT / noise.shape[-1] + torch.eye(noise.shape[-1])
             mask = layer.running_matrix.diagonal(dim1=-2, dim2=-1) != 0
             layer.running_matrix.copy_(covariance * mask[:, :, None] * mask[:, None, :])
@@ -48,7 +50,7 @@ def norms_of(model):
     return [m for m in model.modules() if isinstance(m, WhiteningNorm)]
 
 
-def check(model, x, hows, **words):
+def check(model, x, hows, **words) -> tuple[Any, FoldTable]:
     """Fold by tracing and by running; both must give the same table and the model's output."""
     expected = model(x)
     tables = []
@@ -330,14 +332,15 @@ def test_hooks_see_what_they_saw():
         check(model, x, ["pointwise"])
         folded, _ = fold(model)
         seen.clear()
-        model(x), folded(x)
+        model(x)
+        folded(x)
         torch.testing.assert_close(seen[0], seen[1], rtol=1e-10, atol=1e-10)
 
 
 def test_parametrized_and_overridden_neighbours_are_left():
     class Doubled(nn.Conv2d):
-        def forward(self, x):
-            return 2 * super().forward(x)
+        def forward(self, input):
+            return 2 * super().forward(input)
 
     chain = lambda m, x: m.norm(m.conv(x)).relu()  # noqa: E731
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
@@ -362,7 +365,7 @@ def test_a_layer_that_is_also_used_where_tracing_does_not_look():
 
 
 def test_tied_weights_stay_tied():
-    model = Wired(lambda m, x: m.other(m.norm(m.conv(x)).relu()), other=nn.Conv2d(4, 4, 3))
+    model: Any = Wired(lambda m, x: m.other(m.norm(m.conv(x)).relu()), other=nn.Conv2d(4, 4, 3))
     model.other.weight = model.conv.weight
     settled(model)
     folded, _ = check(model, torch.randn(2, 4, 5, 5, dtype=torch.float64), ["pointwise"])
@@ -394,15 +397,16 @@ def test_decorrelated_features_fold_into_their_linear_layer():
 
 
 def test_training_mode_and_missing_statistics_are_errors():
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), IterNorm2d(4))
+    norm = IterNorm2d(4)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), norm)
     with pytest.raises(ValueError, match="the model is in training mode"):
         fold(model)
     model.eval()
-    model[1].train()
+    norm.train()
     with pytest.raises(ValueError, match="1 is in training mode"):
         fold(model)
     with pytest.raises(ValueError, match="is in training mode"):
-        fold_pointwise(model[1])
+        fold_pointwise(norm)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), IterNorm2d(4, track_running_stats=False)).eval()
     with pytest.raises(ValueError, match="1 keeps no running statistics"):
         fold(model)

@@ -44,7 +44,7 @@ def test_vgg_maps_images_to_classes_and_starts_with_a_small_head():
     assert 0.009 < model.head.weight.std() < 0.011
     assert model.head.bias.eq(0).all()
     # The convolutions keep torch's own initialization: uniform, bounded by the inverse root of the fan-in.
-    weight = model.features[0].weight
+    weight = model.get_parameter("features.0.weight")
     assert 0.2 < weight.abs().max() <= 1 / 3
 
 
@@ -56,7 +56,7 @@ def test_build_makes_the_papers_mlp():
     ]
     assert [type(norm) for norm in model.norms] == [iternorm.IterNorm1d] * 3
     assert [(norm.group_size, norm.num_iters, norm.eps) for norm in model.norms] == [(None, 5, 1e-3)] * 3
-    assert build("mlp", "plain", 10, (1, 28, 28), width=0.2).head.in_features == 20
+    assert build("mlp", "plain", 10, (1, 28, 28), width=0.2).get_parameter("head.weight").shape == (10, 20)
 
 
 def test_build_makes_the_papers_vgg():
@@ -67,14 +67,15 @@ def test_build_makes_the_papers_vgg():
     assert {(norm.group_size, norm.eps) for norm in norms} == {(16, 1e-3)}
     small = build("vgg", "BN", 7, (1, 32, 32), width=1 / 16)
     assert small(torch.randn(2, 1, 32, 32)).shape == (2, 7)
-    assert small.head.in_features == 32
+    assert small.get_parameter("head.weight").shape == (7, 32)
 
 
 def test_build_passes_names_and_arguments_on():
     model = build("wrn-16-2", "BN", 7, (1, 32, 32), eps=1e-3, dropout=0.3)
     assert type(model) is WideResNet
     assert (model.conv.in_channels, model.head.out_features, len(model.blocks)) == (1, 7, 6)
-    assert (model.norm.eps, model.norm.num_features, model.blocks[0].dropout.p) == (1e-3, 128, 0.3)
+    assert (model.norm.eps, model.norm.num_features) == (1e-3, 128)
+    assert model.get_submodule("blocks.0.dropout").p == 0.3
     model = build("resnet-50", "IterNorm-L1", 7, (1, 64, 64), eps=1e-3, width=0.25)
     assert type(model) is ResNet
     assert (model.conv.in_channels, model.head.out_features, len(model.blocks), model.norm.eps) == (1, 7, 16, 1e-3)

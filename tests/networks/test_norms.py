@@ -102,4 +102,4 @@ def test_a_place_needs_a_network_with_places_and_a_norm():
     with pytest.raises(ValueError, match="'plain-L1': plain is no normalization"):
         place_norms("plain-L1")
     with pytest.raises(ValueError, match="rank=3: 1"):
-        make_norm("BN", rank=3)
+        make_norm("BN", rank=3)  # pyright: ignore[reportArgumentType]

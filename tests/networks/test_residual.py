@@ -2,17 +2,28 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import iternorm
-from iternorm.networks.models import build
+from iternorm.layers.base import WhiteningNorm
+from iternorm.networks import models
 from iternorm.networks.residual import ResNet, WideResNet
 
 CIFAR, IMAGENET = (3, 32, 32), (3, 224, 224)
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, iternorm.layers.base.WhiteningNorm)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, WhiteningNorm)
+
+
+def build(*arguments, **options) -> Any:
+    """`models.build`; each of its networks has layers of its own."""
+    return models.build(*arguments, **options)
+
+
+def blocks_of(model) -> list[Any]:
+    return [*model.blocks]
 
 
 def names_of(model, kinds=NORMS):
@@ -42,7 +53,7 @@ def test_networks_have_the_published_numbers_of_parameters(name, num_classes, in
 def test_wide_resnet_has_the_stages_of_its_paper():
     with torch.device("meta"):
         model = WideResNet(28, 10, norm=nn.BatchNorm2d)
-    shapes = [(block.conv1.in_channels, block.conv1.out_channels, block.conv1.stride[0]) for block in model.blocks]
+    shapes = [(block.conv1.in_channels, block.conv1.out_channels, block.conv1.stride[0]) for block in blocks_of(model)]
     assert shapes == [
         *((16, 160, 1), *[(160, 160, 1)] * 3),
         *((160, 320, 2), *[(320, 320, 1)] * 3),
@@ -85,11 +96,11 @@ def test_a_wide_block_is_preactivated_and_shares_the_activation_with_its_project
     torch.manual_seed(0)
     model = WideResNet(10, 2, norm=nn.BatchNorm2d, width=0.25).double().eval()
     x = torch.randn(3, 4, 8, 8, dtype=torch.float64)
-    first, _, _ = model.blocks
+    first, _, _ = blocks_of(model)
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
-            nn.init.uniform_(layer.running_mean)
-            nn.init.uniform_(layer.running_var, 0.5, 2)
+            layer.running_mean.uniform_()
+            layer.running_var.uniform_(0.5, 2)
 
     def activated(norm, x):
         scale = (norm.running_var + norm.eps).rsqrt()[:, None, None]
@@ -99,7 +110,7 @@ def test_a_wide_block_is_preactivated_and_shares_the_activation_with_its_project
     residual = first.conv2(activated(first.norm2, first.conv1(inner)))
     torch.testing.assert_close(first(x), residual + first.shortcut(inner))
     # No dropout in eval; without a projection the input itself is added.
-    same = WideResNet(16, 1, norm=nn.BatchNorm2d, dropout=0.5).double().eval().blocks[1]
+    same = blocks_of(WideResNet(16, 1, norm=nn.BatchNorm2d, dropout=0.5).double().eval())[1]
     x = torch.randn(3, 16, 8, 8, dtype=torch.float64)
     residual = same.conv2(activated(same.norm2, same.conv1(activated(same.norm1, x))))
     torch.testing.assert_close(same(x), residual + x)
@@ -108,8 +119,8 @@ def test_a_wide_block_is_preactivated_and_shares_the_activation_with_its_project
 def test_wide_resnet_normalizes_rectifies_and_averages_before_the_head():
     torch.manual_seed(0)
     model = WideResNet(10, 1, norm=nn.BatchNorm2d, stem_norm=nn.BatchNorm2d).eval()
-    nn.init.uniform_(model.stem_norm.weight)
-    nn.init.normal_(model.norm.bias)
+    nn.init.uniform_(model.get_parameter("stem_norm.weight"))
+    nn.init.normal_(model.get_parameter("norm.bias"))
     x = torch.randn(2, 3, 32, 32)
     features = model.norm(model.blocks(model.stem_norm(model.conv(x)))).relu()
     assert features.shape[2:] == (8, 8)
@@ -177,7 +188,7 @@ def test_resnet_normalizes_every_convolution_and_its_shortcuts():
 def test_resnet_variants_whiten_where_the_table_says(label, whitened):
     model = build("resnet-18", label, 12, (3, 32, 32), width=1 / 16)
     every = names_of(build("resnet-18", "BN", 12, (3, 32, 32), width=1 / 16))
-    found = names_of(model, iternorm.layers.base.WhiteningNorm)
+    found = names_of(model, WhiteningNorm)
     assert found == (every if whitened is None else whitened)
     assert names_of(model) == every + ["feature_norm"] * ("DF" in label)
 
@@ -205,7 +216,7 @@ def test_a_basic_block_is_the_one_of_the_paper():
     torch.manual_seed(0)
     model = ResNet(18, 3, nn.BatchNorm2d, width=1 / 8).double().eval()
     x = torch.randn(2, 8, 8, 8, dtype=torch.float64)
-    same, projected = model.blocks[1], model.blocks[2]
+    _, same, projected, *_ = blocks_of(model)
     for block in (same, projected):
         (conv1, conv2), (norm1, norm2) = block.convolutions, block.norms
         residual = norm2(conv2(norm1(conv1(x)).clamp(min=0)))
@@ -216,7 +227,7 @@ def test_a_basic_block_is_the_one_of_the_paper():
 
 def test_a_bottleneck_is_the_one_of_the_paper():
     torch.manual_seed(0)
-    block = ResNet(50, 3, nn.BatchNorm2d, width=1 / 8).double().eval().blocks[3]
+    block = blocks_of(ResNet(50, 3, nn.BatchNorm2d, width=1 / 8).double().eval())[3]
     x = torch.randn(2, 32, 8, 8, dtype=torch.float64)
     hidden = x
     for index in range(3):

@@ -3,6 +3,7 @@
 import getpass
 import json
 import platform
+import re
 import shutil
 import subprocess
 from datetime import datetime, timedelta, timezone
@@ -65,7 +66,7 @@ def test_commit_is_known_in_a_checkout_only_and_marked_when_dirty(tmp_path, monk
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "first")
     clean = module._source_commit()
-    assert len(clean) == 40
+    assert re.fullmatch(r"[0-9a-f]{40}", str(clean))
     (tmp_path / "untracked").touch()
     assert module._source_commit() == clean
     copy.write_text("changed")

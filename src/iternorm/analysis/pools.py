@@ -14,7 +14,8 @@ from iternorm.whitening import groups
 class Sums(NamedTuple):
     """Sums over the samples of one mini-group, or of many in a leading dimension."""
 
-    count: Tensor
+    # The samples; the name hides a method of tuple that nobody calls.
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     # [C]: the sum of x
     first: Tensor
     # By block size, by part of `groups.parts`: [G, d, d], the sums of x xᵀ of each block of channels

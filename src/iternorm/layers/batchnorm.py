@@ -30,7 +30,7 @@ class BatchNormWithoutVariance(_BatchNorm):
         raise AttributeError
 
     @running_var.setter
-    def running_var(self, value: Tensor | None) -> None:
+    def running_var(self, value: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if value is not None:
             raise AttributeError(NO_VARIANCE.format(name=type(self).__name__, running=self.running))
         # How BatchNorm is told to keep no statistics, along with its running_mean.

@@ -84,16 +84,19 @@ class _Lazy(LazyModuleMixin, WhiteningNorm):  # pyright: ignore[reportIncompatib
                 tensor.materialize(self._matrix_shape if name == f"running_{self.running}" else (num_features,))
         self.reset_parameters()
 
-    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        rest = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         own = [state_dict.get(prefix + name) for name in ("weight", "running_mean")]
         known = [value for value in own if isinstance(value, Tensor) and not is_lazy(value)]
         if known and self.num_features == 0:
             self._materialize(known[0].numel())
         if known:
-            super()._load_from_state_dict(state_dict, prefix, *args)
+            super()._load_from_state_dict(state_dict, prefix, *rest)
         else:
             # Of a layer that has not seen a batch either: there is nothing to translate.
-            nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
+            nn.Module._load_from_state_dict(self, state_dict, prefix, *rest)
 
 
 class LazyIterNorm1d(_Lazy, _Rank1d, _IterNorm):

@@ -52,16 +52,19 @@ class Kept:
 
 
 def freeze(layer: nn.Module) -> None:
+    """Keep a layer in eval mode, with the statistics that it has, until `unfreeze`."""
     layer.__dict__.update(train=Frozen(layer), reset_running_stats=Kept(layer))
     layer.training = False
 
 
 def unfreeze(layer: nn.Module) -> None:
+    """Undo `freeze`."""
     for name in _FROZEN:
         layer.__dict__.pop(name, None)
 
 
 def is_frozen(layer: nn.Module) -> bool:
+    """Whether `freeze` was called on the layer."""
     return isinstance(vars(layer).get("train"), Frozen)
 
 
@@ -115,4 +118,5 @@ def selected(layers: list[tuple[str, nn.Module]], where: Where, kind: str) -> It
 
 
 def named(name: str, layer: Any) -> str:
+    """A layer as messages name it."""
     return f"{name or 'the model itself'} ({type(layer).__name__})"

@@ -56,10 +56,10 @@ def figure_svg(figure: "Figure", *, label: str = "") -> str:
         figure: The figure. Build it as `matplotlib.figure.Figure(...)`: pyplot keeps global state.
         label: What the figure shows, for those who cannot see it.
     """
-    import matplotlib
+    import matplotlib as mpl
 
     buffer = StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "iternorm"}):
+    with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": "iternorm"}):
         figure.savefig(buffer, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     viewbox = re.search(r'viewBox="([^"]*)"', text)

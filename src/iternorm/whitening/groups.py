@@ -12,7 +12,8 @@ class Part(NamedTuple):
     start: int
     stop: int
     first: int
-    count: int
+    # The groups; the name hides a method of tuple that nobody calls.
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     size: int
 
     @property

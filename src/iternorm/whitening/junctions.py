@@ -197,20 +197,20 @@ def _masked_by(node, output: Node) -> Node | None:
     return grad if _aliased(compared) is output and threshold == 0 else None  # pyright: ignore[reportReturnType]
 
 
-def _aliased(node):
+def _aliased(node: Any) -> Any:
     """What a node stands for: autograd's graph has aliases of saved outputs."""
     while isinstance(node, Node) and node.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
         node = node.args[0]
     return node
 
 
-def _is_zero(node) -> bool:
-    if not isinstance(node, Node):
-        return node == 0
+def _is_zero(node: Any) -> bool:
     aten = torch.ops.aten
-    if node.target is aten.full.default:
-        return node.args[1] == 0
-    return node.target is aten.scalar_tensor.default and node.args[0] == 0
+    if isinstance(node, Node) and node.target is aten.full.default:
+        node = node.args[1]
+    elif isinstance(node, Node) and node.target is aten.scalar_tensor.default:
+        node = node.args[0]
+    return isinstance(node, int | float) and node == 0
 
 
 def _item(node: Node, index: int) -> Node | None:

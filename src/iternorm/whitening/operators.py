@@ -35,6 +35,7 @@ def matrices_like(x: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("iternorm::moments", mutates_args=())
 def moments(x: Tensor, group_size: int, impl: str = "torch") -> tuple[Tensor, Tensor]:
+    """The verb `moments` of a backend as an operator."""
     with no_autocast(x):
         return dispatch.verbs_for(impl, group_size, x).moments(x, group_size)
 
@@ -47,6 +48,7 @@ def _(x, group_size, impl="torch"):
 
 @torch.library.custom_op("iternorm::cross_moments", mutates_args=())
 def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int, impl: str = "torch") -> tuple[Tensor, Tensor]:
+    """The verb `cross_moments` of a backend as an operator."""
     with no_autocast(x):
         return dispatch.verbs_for(impl, group_size, grad, x).cross_moments(grad, x, mean, group_size)
 
@@ -58,6 +60,7 @@ def _(grad, x, mean, group_size, impl="torch"):
 
 @torch.library.custom_op("iternorm::affine", mutates_args=())
 def apply(x: Tensor, matrix: Tensor, offset: Tensor, group_size: int, impl: str = "torch") -> Tensor:
+    """The verb `apply` of a backend as an operator."""
     with no_autocast(x):
         return dispatch.verbs_for(impl, group_size, x).apply(x, matrix, offset, group_size)
 
@@ -71,6 +74,7 @@ def _(x, matrix, offset, group_size, impl="torch"):
 def apply_backward(
     grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offset: Tensor, group_size: int, impl: str = "torch"
 ) -> Tensor:
+    """The verb `apply_backward` of a backend as an operator."""
     with no_autocast(x):
         return dispatch.verbs_for(impl, group_size, grad, x).apply_backward(grad, x, first, second, offset, group_size)
 

@@ -12,6 +12,7 @@ ACTIVATIONS = ("relu",)
 
 
 def check_input(x: Tensor) -> None:
+    """Raise unless the input is a floating-point tensor ``[N, C, ...]`` of a dtype and rank that layers take."""
     if not isinstance(x, Tensor):
         raise TypeError(f"input must be a tensor, got {type(x).__name__}")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -56,6 +57,7 @@ def number(name: str, value: Any, meaning: str) -> float:
 
 
 def check_group_size(group_size: Any) -> int | None:
+    """The group size as an int of at least 1, or None for all channels."""
     if group_size is None:
         return None
     result = integer("group_size", group_size, "the number of channels a group, or None")
@@ -65,6 +67,7 @@ def check_group_size(group_size: Any) -> int | None:
 
 
 def check_num_iters(num_iters: Any) -> int:
+    """The number of Newton steps as an int of at least 0."""
     result = integer("num_iters", num_iters, "the number of Newton steps, 5 by default")
     if result < 0:
         raise ValueError(f"num_iters={num_iters} must be at least 0; the paper uses 5")
@@ -72,11 +75,13 @@ def check_num_iters(num_iters: Any) -> int:
 
 
 def check_solver(solver: str) -> None:
+    """Raise unless an exact solver has this name."""
     if solver not in ("zca", "pca", "cholesky"):
         raise ValueError(f"solver={solver!r} is not known; choose one of 'zca', 'pca', 'cholesky'")
 
 
 def check_eps(eps: Any) -> float:
+    """The eps as a positive, finite float."""
     result = number("eps", eps, "a small positive one, 1e-5 by default")
     if not 0 < result < float("inf"):
         raise ValueError(f"eps={eps} must be positive and finite; it keeps the covariance invertible, 1e-5 by default")
@@ -84,6 +89,7 @@ def check_eps(eps: Any) -> float:
 
 
 def check_momentum(momentum: Any) -> float | None:
+    """The momentum as a float from 0 to 1, or None for the average of all batches."""
     if momentum is None:
         return None
     result = number("momentum", momentum, "one from 0 to 1, or None for the average of all")
@@ -93,10 +99,12 @@ def check_momentum(momentum: Any) -> float | None:
 
 
 def check_impl(impl: str) -> None:
+    """Raise unless an implementation has this name."""
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} is not known; choose one of {', '.join(map(repr, IMPLS))}")
 
 
 def check_activation(activation: str | None) -> None:
+    """Raise unless a layer can apply this activation."""
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f'activation={activation!r} is not known; use "relu", or None and a module after the layer')

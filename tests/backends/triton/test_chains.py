@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_the_iteration_alone_is_one_chain_each_way(num_iters, monkeypatch):
 def test_a_chain_on_a_stream_is_called_as_it_was_prepared():
     calls, made = [], []
 
-    def make(name):
+    def make(name) -> Any:
         made.append(name)
         # What is called, the grid, and what goes before and after the values.
         prepared = (lambda *args: calls.append((name, *args)), (8, 2, 1), ("before",), ("after",))
@@ -187,12 +188,11 @@ def test_other_batch_sizes_compile_few_kernels_more(group_size, monkeypatch):
 
 def test_a_chain_without_a_stream_is_left_to_triton():
     calls = []
-    launches = runtime.Launches(
-        {
-            name: lambda name=name: lambda stream, values: calls.append((name, stream, values))
-            for name in ("first", "second")
-        }
-    )
+
+    def make(name) -> Any:
+        return lambda stream, values: calls.append((name, stream, values))
+
+    launches = runtime.Launches({name: partial(make, name) for name in ("first", "second")})
     launches.run(None, ("first", "second"), ((0,), (1,)))
     assert calls == [("first", None, (0,)), ("second", None, (1,))]
 

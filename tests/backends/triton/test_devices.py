@@ -160,7 +160,7 @@ def test_a_layer_in_smaller_tiles_is_the_same(limit, monkeypatch):
     y = layer(x)
     y.backward(grad)
     wide = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]
-    expected = reference.iter_norm(*wide, 16, 5)
+    expected = reference.iter_norm(*wide, group_size=16, num_iters=5)
     wanted = torch.autograd.grad(expected, wide, grad.double())
     actual = (y, x.grad, layer.weight.grad, layer.bias.grad)
     assert all(relative_error(a, b) < 2e-6 for a, b in zip(actual, (expected, *wanted), strict=True))

@@ -1,6 +1,7 @@
 """What only a real GPU shows of the Triton kernels: launches, graphs, streams, memory, another GPU's limits."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_auto_chooses_the_kernels(size, precision):
 
 def test_compiled_with_a_dynamic_batch_equals_eager():
     layer = layer_for((8, 80, 9, 9), group_size=64)
-    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, dynamic=True)
+    compiled: Any = torch.compile(copy.deepcopy(layer), fullgraph=True, dynamic=True)
     for samples in (8, 12, 20):
         x = activation((samples, 80, 9, 9), torch.float32)
         grad = torch.randn_like(x)

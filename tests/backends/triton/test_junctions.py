@@ -1,6 +1,7 @@
 """What follows a layer in a compiled graph, in Triton's interpreter: joined to its kernels, with the same numbers."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ if torch.cuda.is_available():
 
 def norm():
     layer = IterNorm2d(4, group_size=4, num_iters=2, impl="triton")
-    nn.init.uniform_(layer.weight)
-    nn.init.normal_(layer.bias)
+    for parameter in layer.parameters():
+        nn.init.uniform_(parameter)
     return layer
 
 
@@ -62,7 +63,9 @@ def compiled_graphs(model, x):
     """Output and gradients of the compiled model, and the graphs of its forward and its backward."""
     seen = []
     torch.compiler.reset()
-    options = {"post_grad_custom_post_pass": lambda graph: seen.append([str(node.target) for node in graph.nodes])}
+    options: dict[str, Any] = {
+        "post_grad_custom_post_pass": lambda graph: seen.append([str(node.target) for node in graph.nodes])
+    }
     step = torch.compile(model, fullgraph=True, options=options)
     return *outputs_and_gradients(step, model, x), seen
 

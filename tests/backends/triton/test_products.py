@@ -20,7 +20,7 @@ from iternorm.backends.triton.device import newton, products
 def _parts_of(x_ptr, out_ptr, PARTS: tl.constexpr):
     i = tl.arange(0, 64)
     x = tl.load(x_ptr + i)
-    first, second, third = products.in_parts(x, PARTS)
+    first, second, third = products.in_parts(x, PARTS)  # pyright: ignore[reportGeneralTypeIssues]
     tl.store(out_ptr + i, first.to(tl.float32))
     tl.store(out_ptr + 64 + i, second.to(tl.float32))
     tl.store(out_ptr + 128 + i, third.to(tl.float32))
@@ -42,7 +42,7 @@ def test_parts_are_bfloat16_and_add_up(parts, bits):
 def test_what_is_not_finite_has_a_part_that_is_not(value):
     x = torch.full((64,), int(value, 16), dtype=torch.int32).view(torch.float32)
     found = torch.empty(3, 64)
-    _parts_of[(1,)](x, found, PARTS=2)
+    _parts_of[(1,)](x, found, PARTS=tl.constexpr(2))
     assert found[1].isnan().all()
 
 

@@ -176,5 +176,5 @@ def test_a_layer_that_was_used_can_be_copied_and_saved(duplicate, straight):
 
 def test_a_batch_norm_made_of_a_layer_that_was_used_keeps_nothing_of_it():
     layer = used_layer()
-    back = convert.convert_to_batchnorm(nn.Sequential(layer))[0]
+    back = convert.convert_to_batchnorm(layer)
     assert vars(back).keys() == vars(nn.BatchNorm2d(8)).keys()

@@ -61,7 +61,14 @@ def on_chip(covariance, grad, num_iters):
     kept = covariance.new_empty(2 * num_iters * covariance.numel())
     size = covariance.shape[-1]
     _solve[(2,)](
-        covariance, grad, kept, whitening, result, BD=size, T=num_iters, WATCHED=precision.is_watched(num_iters)
+        covariance,
+        grad,
+        kept,
+        whitening,
+        result,
+        BD=size,
+        T=num_iters,
+        WATCHED=tl.constexpr(precision.is_watched(num_iters)),
     )
     return whitening, result
 

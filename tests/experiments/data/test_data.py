@@ -123,7 +123,7 @@ def test_unknown_names():
     with pytest.raises(ValueError, match="'svhn': known are digits, mnist, cifar10"):
         data.load("svhn")
     with pytest.raises(ValueError, match="split is 'valid'"):
-        data.load("digits", "valid")
+        data.load("digits", "valid")  # pyright: ignore[reportArgumentType]
 
 
 def test_contents_that_are_no_data_set():

@@ -38,6 +38,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+
     def do_GET(self):
         name = self.path.lstrip("/")
         self.server.asked.append(name)
@@ -50,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, *arguments):
+    def log_message(self, format, *args):
         pass
 
 
@@ -145,7 +147,7 @@ def test_a_second_mirror_is_tried(published, server, monkeypatch):
     assert server.asked[:4] == [f"gone/{IMAGES}", IMAGES, f"gone/{LABELS}", LABELS]
 
 
-def failing(name, expected, error=OSError):
+def failing(name, expected, error: type[Exception] = OSError):
     """Load with a message to expect; nothing may be left behind."""
     folder = data.data_folder()
     before = files_of(folder)

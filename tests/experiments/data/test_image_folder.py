@@ -103,7 +103,7 @@ def test_the_centre_is_cut_from_the_scaled_picture():
 
 
 @pytest.mark.parametrize("size", [(500, 375), (64, 64), (300, 40), (1, 1), (2, 50)])
-def test_random_boxes_lie_inside_and_have_the_areas_and_shapes_that_are_asked_for(size):
+def test_random_boxes_lie_inside_and_have_the_areas_and_shapes_that_are_asked_for(size: tuple[int, int]):
     choices = random.Random(0)
     boxes = [pictures.random_box(*size, choices) for _ in range(500)]
     for left, top, right, bottom in boxes:
@@ -219,7 +219,8 @@ def test_shares_of_processes_put_together(made):
     assert torch.equal(labels, torch.arange(7))
 
 
-def test_the_generated_folder_is_like_the_real_one():
+def test_the_generated_folder_is_like_the_real_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     source = open_source(recipe("generated-imagenet", image_size=None), "cpu", num_workers=0)
     assert source.in_shape == (3, 224, 224)
     assert (source.num_classes, source.num_train, source.num_test, source.iterations_per_epoch) == (12, 96, 48, 12)
@@ -227,9 +228,9 @@ def test_the_generated_folder_is_like_the_real_one():
     assert images.shape == (8, 3, 224, 224)
     assert images.dtype == torch.float32
     assert labels.dtype == torch.int64
-    folder = source._train.folder
+    (folder,) = tmp_path.iterdir()
     modes = Counter()
-    for path in folder.rglob("*.jpg"):
+    for path in (folder / "train").rglob("*.jpg"):
         with Image.open(path) as opened:
             modes[opened.mode] += 1
     assert modes == {"L": 12, "CMYK": 12, "RGB": 72}

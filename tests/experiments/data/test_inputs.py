@@ -3,6 +3,7 @@
 import json
 import pickle
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -276,5 +277,6 @@ def test_ambiguous_archives_are_refused(tmp_path):
 
 @pytest.mark.parametrize("argument", ["batch_size", "max_examples"])
 def test_sizes_below_one_are_named(argument):
+    options: dict[str, Any] = {"batch_size": 4, argument: 0}
     with pytest.raises(ValueError, match=f"{argument} is 0"):
-        open_batches("digits", **{"batch_size": 4, argument: 0})
+        open_batches("digits", **options)

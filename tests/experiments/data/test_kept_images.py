@@ -1,5 +1,7 @@
 """Folders of images that are kept on the device: the same pictures as one at a time, cut and coloured all at once."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -90,8 +92,8 @@ def test_augmented_batches_against_one_picture_at_a_time(made):
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_without_augmentation_they_are_the_folders_own(made, channels_last):
     options = {"train_examples": 20, "channels_last": channels_last, "test_examples": 30}
-    kept = open_source(recipe(**options), "cpu", folder=made)
-    read = open_source(recipe(**options, kept_on_device=False), "cpu", folder=made, num_workers=0)
+    kept: Any = open_source(recipe(**options), "cpu", folder=made)
+    read: Any = open_source(recipe(**options, kept_on_device=False), "cpu", folder=made, num_workers=0)
     assert kept.record == read.record
     assert (kept.num_classes, kept.num_train, kept.num_test) == (12, 20, 30)
     for mine, theirs in zip(
@@ -126,16 +128,22 @@ def test_data_that_always_are_on_the_device():
         open_source(Recipe("generated-mnist", "mlp", "BN", 2, 0.1, 1, kept_on_device=True), "cpu")
 
 
+def record_of(*arguments, **options) -> Any:
+    """What a source tells of its data, which not every source does."""
+    source: Any = open_source(*arguments, **options)
+    return source.record
+
+
 def test_the_record_tells_folders_apart(made, tmp_path):
-    record = open_source(recipe(), "cpu", folder=made).record
+    record = record_of(recipe(), "cpu", folder=made)
     assert {name: record[name] for name in record if name != "listing_sha256"} == {
         "name": "pictures", "classes": 12, "train_images": 96, "test_images": 48,
     }  # fmt: skip
     generated.write_folder(tmp_path / "pictures")
-    assert open_source(recipe(), "cpu", folder=tmp_path).record == record
+    assert record_of(recipe(), "cpu", folder=tmp_path) == record
     path = tmp_path / "pictures" / "train" / "class00" / "0.jpg"
     path.rename(path.with_name("a.jpg"))
-    assert open_source(recipe(), "cpu", folder=tmp_path).record["listing_sha256"] != record["listing_sha256"]
+    assert record_of(recipe(), "cpu", folder=tmp_path)["listing_sha256"] != record["listing_sha256"]
 
 
 def test_a_folder_that_is_not_imagenet_cannot_stand_in_its_rows(tmp_path, monkeypatch):
@@ -148,7 +156,7 @@ def test_a_folder_that_is_not_imagenet_cannot_stand_in_its_rows(tmp_path, monkey
     with pytest.raises(ValueError, match=expected):
         open_source(asked, "cpu", folder=tmp_path)
     monkeypatch.setattr(image_folder, "IMAGENET", (12, 96, 48))
-    assert open_source(asked, "cpu", folder=tmp_path).record["name"] == "imagenet"
+    assert record_of(asked, "cpu", folder=tmp_path)["name"] == "imagenet"
 
 
 def test_imagenette_has_rows_of_its_own():

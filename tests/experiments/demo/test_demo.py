@@ -102,8 +102,7 @@ def test_conditioning_is_measured_before_scale_and_shift(digits):
     # All 20 channels in one group: ZCA makes them exactly white, whatever the scale is.
     torch.manual_seed(0)
     model = MLP(64, 10, lambda width: DecorrelatedBatchNorm1d(width, eps=1e-12, group_size=None), hidden_features=20)
-    norm = model.norms[-1]
-    nn.init.uniform_(norm.weight, 0.1, 3)
+    nn.init.uniform_(model.norms[-1].get_parameter("weight"), 0.1, 3)
     before = copy.deepcopy(model.state_dict())
     found = demo.last_layer_conditioning(model, digits.train_images)
     assert found["after"]["condition_number"] == pytest.approx(1, abs=1e-6)
@@ -129,7 +128,7 @@ def test_mlp_is_the_papers():
     assert [type(norm) for norm in model.norms] == [nn.BatchNorm1d] * 3
     # The normalization stands between linear and ReLU: a large negative shift leaves only the head's bias.
     for norm in model.norms:
-        nn.init.constant_(norm.bias, -1e6)
+        nn.init.constant_(norm.get_parameter("bias"), -1e6)
     assert torch.equal(model(torch.randn(4, 784)), model.head.bias.expand(4, 10))
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from iternorm.experiments.evidence import outcomes, palette
 from iternorm.experiments.evidence.outcomes import Seeds, claim_lower
 from iternorm.experiments.jobs.findings import Comparison, Finding, Verdict
@@ -76,8 +78,9 @@ def test_numbers_are_drawn_and_told_in_words():
         "paper 3.0 ours 3.10 (one seed), 1 of 2 runs diverged",
     ]
     assert [label.get_text() for label in axes.get_yticklabels()] == list(rows)
-    marks = sorted(line.get_xdata()[0] for line in axes.lines if line.get_marker() in "Do" and len(line.get_xdata()))
+    drawn = [(str(line.get_marker()), np.asarray(line.get_xdata()), line.get_color()) for line in axes.lines]
+    marks = sorted(float(x[0]) for marker, x, _ in drawn if marker in "Do" and len(x))
     assert marks == [3.0, 3.0, 3.1, 3.5, 3.56, 29.76]
     # Ours have the colours of their norms, the paper's none.
-    ours = [line.get_color() for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    ours = [color for marker, x, color in drawn if marker == "o" and len(x)]
     assert ours == [palette.color_of("BN"), palette.color_of("IterNorm T=5")]

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from iternorm.experiments.jobs import registry, sweep
@@ -214,7 +215,7 @@ def test_the_figure_has_solid_training_and_dashed_test_curves():
     left = figure.axes[0]
     assert [line.get_linestyle() for line in left.lines] == ["-", "--", "-", "--"]
     # The mean of the two seeds at the last epoch.
-    assert left.lines[1].get_ydata()[-1] == pytest.approx(3.9)
-    assert left.lines[0].get_ydata()[-1] == pytest.approx(0.39)
+    assert np.asarray(left.lines[1].get_ydata())[-1] == pytest.approx(3.9)
+    assert np.asarray(left.lines[0].get_ydata())[-1] == pytest.approx(0.39)
     only_first = fig8.plot(finished(fig8, {("wrn-28-10", "BN", 0): 3.9}))
     assert [text.get_text() for text in only_first.axes[1].texts] == ["not run"]

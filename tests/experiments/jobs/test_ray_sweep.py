@@ -59,6 +59,7 @@ def test_a_result_that_the_driver_cannot_save_loses_no_other(tmp_path):
     ray = SimpleNamespace(get=lambda reference: reference, exceptions=SimpleNamespace(RayTaskError=(), RayError=()))
     experiment, config = registry.select([TINY], Plan())[0]
     taken = sweep.take(experiment, config, tmp_path)
+    assert isinstance(taken, sweep.Taken)
     rows = [{"value": float("nan")}]
     outcome = ray_sweep._collect(ray, (rows, 1.0, {}), experiment, config, tmp_path, taken)
     taken.claim.release()

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def swept(name, root):
 @pytest.fixture
 def seeded():
     """An experiment of two networks and as many seeds as asked for."""
-    module = ModuleType("seeded", "Seeds.\n\nCost: nothing,\nreally.\nDepartures: some\nof them.\n")
+    module: Any = ModuleType("seeded", "Seeds.\n\nCost: nothing,\nreally.\nDepartures: some\nof them.\n")
     module.jobs = lambda plan: [{"job": f"{n}-s{s}", "seed": s} for n in ("a", "ab") for s in range(plan.seeds or 2)]
     return Experiment("seeded", module)
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from types import ModuleType
+from typing import Any
 
 import pytest
 import tiny_experiment
@@ -20,7 +21,7 @@ TINY = Experiment("tiny", tiny_experiment)
 @pytest.fixture
 def counting():
     """An experiment of two jobs that notes each run."""
-    module = ModuleType("counting", "Counts.\n\nCost: nothing.")
+    module: Any = ModuleType("counting", "Counts.\n\nCost: nothing.")
     module.ran = []
 
     def run(config, context):
@@ -33,7 +34,7 @@ def counting():
     return Experiment("counting", module)
 
 
-def swept(experiment, root, plan=None, **options):
+def swept(experiment, root, plan=None, **options) -> Any:
     return sweep.run(registry.select([experiment], plan or Plan()), root, **options)
 
 
@@ -92,7 +93,7 @@ def test_a_job_that_fails_loses_no_other(counting, tmp_path):
 
 
 def test_the_same_failure_twice_ends_a_sweep(tmp_path):
-    module = ModuleType("broken")
+    module: Any = ModuleType("broken")
     module.jobs = lambda plan: [{"job": f"n{n}"} for n in range(5)]
 
     def run(config, context):
@@ -204,10 +205,10 @@ def test_unusable_files_are_named_set_aside_and_run_again(counting, tmp_path, da
     assert len(state.missing) == 2
     assert reason in state.unusable[0]
     outcome = next(swept(counting, tmp_path))
-    assert reason in outcome.set_aside
-    assert str(path) in outcome.set_aside
+    assert reason in str(outcome.set_aside)
+    assert str(path) in str(outcome.set_aside)
     aside = path.with_name(path.name + ".unusable")
-    assert aside.name in outcome.set_aside
+    assert aside.name in str(outcome.set_aside)
     assert aside.read_text() == bad
     assert json.loads(path.read_text())["rows"] == json.loads(good)["rows"]
     # A second one does not overwrite the first.
@@ -225,7 +226,7 @@ def test_a_file_that_is_not_text_is_named_set_aside_and_run_again(counting, tmp_
     assert f"{path} is not UTF-8 text" in registry.survey(counting, tmp_path).unusable[0]
     outcome = next(swept(counting, tmp_path))
     assert outcome.what == "ran"
-    assert f"{path} is not UTF-8 text" in outcome.set_aside
+    assert f"{path} is not UTF-8 text" in str(outcome.set_aside)
     assert path.with_name(path.name + ".unusable").read_bytes() == bad
     assert results.load(tmp_path, "counting", counting.jobs()[0]).rows
 
@@ -240,7 +241,7 @@ def test_what_was_set_aside_is_told_where_the_job_fails_too(counting, tmp_path):
     counting.module.run = broken
     outcome = next(swept(counting, tmp_path))
     assert outcome.what == "failed"
-    assert "is not complete JSON" in outcome.set_aside
+    assert "is not complete JSON" in str(outcome.set_aside)
 
 
 def test_a_result_that_cannot_be_saved_names_its_path_and_loses_no_other(counting, tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
-"""The benchmark on a GPU: layers as CUDA graphs and eagerly, a training step, the targets. See benchmarks/README.md.
+r"""The benchmark on a GPU: layers as CUDA graphs and eagerly, a training step, the targets. See benchmarks/README.md.
 
 result = run()              # a dictionary that json.dumps takes; a few minutes
-print("\\n".join(lines(result)))
+print("\n".join(lines(result)))
 """
 
 from collections.abc import Callable, Sequence

@@ -114,9 +114,11 @@ class KeptSource:
 
 
 def epoch_choices(recipe: Recipe, num_train: int, epoch: int) -> Tensor:
-    """What an epoch draws at random, ``[15, N]``: the example; the part of it that is cut out, as left, top, width and
-    height in sides of the image; whether it is mirrored; and of its colours the order of three changes, their three
-    factors, and three steps of the light."""
+    """What an epoch draws at random, ``[15, N]``.
+
+    The rows are the example; the crop, as left, top, width and height in sides of the image; whether it is mirrored;
+    and of its colours the order of three changes, their three factors, and three steps of the light.
+    """
     generator = torch.Generator().manual_seed(mixed(recipe.seed, epoch))
     order = epoch_order(recipe, num_train, generator).double()[None]
     count = order.shape[1]

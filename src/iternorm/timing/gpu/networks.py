@@ -31,7 +31,8 @@ class Network(NamedTuple):
 
 
 def resnet50(num_classes: int, norm: NormFactory) -> nn.Module:
-    from torchvision.models import resnet50
+    """Torchvision's, with this normalization."""
+    from torchvision.models import resnet50  # pyright: ignore[reportMissingImports]
 
     return resnet50(num_classes=num_classes, norm_layer=norm)
 
@@ -45,6 +46,7 @@ def networks(quick: bool = False) -> list[Network]:
 
 
 def norms() -> dict[str, NormFactory]:
+    """The baseline, and ours."""
     from iternorm.layers.norms import IterNorm2d
 
     return {"BatchNorm2d": nn.BatchNorm2d, "IterNorm d=64": partial(IterNorm2d, group_size=64)}
@@ -89,5 +91,5 @@ def _compare(rows: Sequence[dict]) -> None:
         row["step_ms"] = statistics.median(row["samples_ms"]) if row["samples_ms"] else None
     baseline = rows[0]["step_ms"]
     for row in rows:
-        known = baseline is not None and row["step_ms"] is not None
-        row["ratio_to_batch_norm"] = row["step_ms"] / baseline if known else None
+        step = row["step_ms"]
+        row["ratio_to_batch_norm"] = None if step is None or baseline is None else step / baseline

@@ -32,6 +32,8 @@ SETTINGS = (Setting(torch.float32, "NCHW"), Setting(torch.bfloat16, "NHWC"))
 
 
 class Norm(NamedTuple):
+    """A normalization that the training step is timed with."""
+
     name: str
     make: NormFactory
     slow: bool = False
@@ -40,6 +42,7 @@ class Norm(NamedTuple):
 
 
 def norms(quick: bool = False) -> list[Norm]:
+    """The normalizations of the table; with `quick`, BatchNorm and IterNorm alone."""
     from iternorm.layers.norms import DecorrelatedBatchNorm2d, IterNorm2d
 
     found = [Norm("BatchNorm2d", nn.BatchNorm2d), Norm("IterNorm d=64", partial(IterNorm2d, group_size=64))]
@@ -74,7 +77,8 @@ class TrainingStep:
         torch.manual_seed(0)
         model = network(num_classes=10, norm=norm)
         model.to(device, memory_format=memory_format).train()  # pyright: ignore[reportCallIssue]
-        self.model = model if compile_mode is None else torch.compile(model, mode=compile_mode)
+        self.model = model
+        self._forward = model if compile_mode is None else torch.compile(model, mode=compile_mode)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         self._autocast = partial(torch.autocast, device.type, torch.bfloat16)
         if setting.dtype != torch.bfloat16:
@@ -83,7 +87,7 @@ class TrainingStep:
     def __call__(self) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         with self._autocast():
-            loss = nn.functional.cross_entropy(self.model(self.images), self.labels)
+            loss = nn.functional.cross_entropy(self._forward(self.images), self.labels)
         loss.backward()
         self.optimizer.step()
         return loss.detach()

@@ -1,0 +1,35 @@
+"""`iternorm plot`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from iternorm.cli.errors import require
+from iternorm.cli.options import Data, Experiments, Results, Smoke, data_folder
+from iternorm.cli.terminal import console, warn
+
+
+def plot(
+    experiments: Experiments,
+    smoke: Smoke = False,
+    data: Data = None,
+    results: Results = Path("results"),
+    out: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="The figure's file (.png, .svg or .pdf); beside the results unless given."),
+    ] = None,
+) -> None:
+    """Draw an experiment's figure from the results that are there."""
+    require("matplotlib")
+    from iternorm.experiments.jobs import registry
+
+    chosen = registry.get_all(experiments)
+    if out is not None and len(chosen) > 1:
+        raise ValueError(f"--out {out} is one file, for one experiment: {len(chosen)} are given")
+    with data_folder(data):
+        for experiment in chosen:
+            path, state = registry.draw(experiment, results, smoke=smoke, out=out)
+            warn(state.unusable)
+            part = f"  ({state})" if state.missing else ""
+            console.print(f"Written: {path}{part}", highlight=False, soft_wrap=True, markup=False)

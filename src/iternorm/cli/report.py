@@ -1,0 +1,29 @@
+"""`iternorm report`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from iternorm.cli.errors import require
+from iternorm.cli.options import Results
+from iternorm.cli.terminal import tell_written
+
+
+def report(
+    experiments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ID]...", help="A report of these alone; a study of your own is ./study.py."),
+    ] = None,
+    results: Results = Path("results"),
+    out: Annotated[
+        Path, typer.Option(file_okay=False, help="The folder for reproduction.md and .html, or ID.md and .html.")
+    ] = Path("docs"),
+) -> None:
+    """Write the report: the paper's claims and numbers beside ours, for every figure and table."""
+    require("matplotlib")
+    from iternorm.experiments.evidence import reproduction
+    from iternorm.experiments.jobs import registry
+
+    for path in reproduction.write(results, out, registry.get_all(experiments) if experiments else None):
+        tell_written(path)

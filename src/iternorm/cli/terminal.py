@@ -1,0 +1,36 @@
+"""Where the command line writes: results to stdout, errors and progress to stderr."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+
+console = Console()
+errors = Console(stderr=True)
+
+
+def progress_bar(*more: ProgressColumn, disable: bool = False) -> Progress:
+    """A bar for each task on stderr, which is gone when the work is done; none where stderr is no terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        *more,
+        console=errors,
+        transient=True,
+        disable=disable or not errors.is_terminal,
+    )
+
+
+def warn(reasons: Iterable[str]) -> None:
+    """Print each reason once."""
+    # Experiments that share results share what is wrong with them.
+    for reason in dict.fromkeys(reasons):
+        errors.print(f"warning: {reason}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+def tell_written(path: Path) -> None:
+    """Say which file was written, in a line that a terminal does not break."""
+    console.print(f"Written: {path}", highlight=False, soft_wrap=True, markup=False)
