@@ -208,6 +208,16 @@ def test_channels_last_in_channels_last_out(kind, shape, memory_format, training
         assert leaf.grad.is_contiguous(memory_format=memory_format)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_channels_last_with_an_extent_of_one(training):
+    # Of one position in a row, the stride says nothing: the memory is channels_last all the same.
+    x = torch.randn(2, 3, 4, 1).permute(0, 2, 1, 3)
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    assert x.stride(3) == 1
+    y = IterNorm2d(4, group_size=3).train(training)(x)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_frozen_in_eval_back_propagates():
     model = network().eval()
     for parameter in model.parameters():

@@ -43,6 +43,13 @@ def is_batched(grad: Tensor) -> bool:
     return torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def is_mapped(x: Tensor) -> bool:
+    """Whether vmap maps over `x`, which then has no memory format to ask for."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    return torch._C._functorch.is_batchedtensor(x)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def is_exporting_in_torch_2_6() -> bool:
     """Whether torch 2.6 exports this call. Later versions answer by themselves, and need no special treatment."""
     if hasattr(torch.compiler, "is_exporting"):
