@@ -35,13 +35,18 @@ def assert_all_close(actual, expected, limit=1e-5):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kwargs", [{}, {"running": "covariance", "momentum": None}], ids=["default", "covariance"])
-def test_compile_fullgraph_with_a_dynamic_batch(kwargs):
+@pytest.mark.parametrize(
+    ("kwargs", "backend"),
+    # The second without the code generator, which takes ten seconds and has seen all of its operators in the first.
+    [({}, "inductor"), ({"running": "covariance", "momentum": None}, "aot_eager_decomp_partition")],
+    ids=["default", "covariance"],
+)
+def test_compile_fullgraph_with_a_dynamic_batch(kwargs, backend):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = network(**kwargs)
     eager = copy.deepcopy(model)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     graphs = torch._dynamo.utils.counters["stats"]
     for batch in (6, 9, 4):
         x = torch.randn(batch, 3, 8, 8)
