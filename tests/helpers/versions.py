@@ -12,12 +12,13 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # What needs more than torch, or only reads the repository.
 OTHERS = ("experiments", "analysis", "networks", "bench", "report", "backends/triton", "test_cli*", "test_examples*")
-OTHERS += ("test_guides*", "test_readme*")
+OTHERS += ("test_guides*", "test_readme*", "helpers")
 # What torch 2.6 says of itself: numpy is no dependency of torch, and is not installed.
 IGNORED = ("ignore:Failed to initialize NumPy", "ignore:Skipping serialization of skipfiles")
 COUNTED = ("passed", "failed", "error", "skipped")
@@ -72,10 +73,12 @@ def main() -> int:
     for pair in options.pairs:
         name, _, torch = pair.partition("=")
         python = environment(name, torch)
+        begun = time.monotonic()
         counts = run(python, arguments)
-        rows.append((*versions(python).split(), *(str(counts.get(word, 0)) for word in COUNTED)))
+        seconds = f"{time.monotonic() - begun:.0f}"
+        rows.append((*versions(python).split(), *(str(counts.get(word, 0)) for word in COUNTED), seconds))
     print()
-    for row in (("Python", "torch", *COUNTED), *rows):
+    for row in (("Python", "torch", *COUNTED, "seconds"), *rows):
         print("".join(cell.ljust(14) for cell in row))
     return any(row[3] != "0" or row[4] != "0" or row[2] == "0" for row in rows)
 

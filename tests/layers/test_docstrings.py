@@ -4,9 +4,11 @@ import inspect
 import re
 
 import pytest
+import torch
 
 import iternorm
 from iternorm.layers.docstrings import complete
+from iternorm.solvers import most_steps
 
 LAYERS = [getattr(iternorm, f"{kind}{rank}d") for kind in ("IterNorm", "DecorrelatedBatchNorm") for rank in (1, 2, 3)]
 
@@ -26,6 +28,14 @@ def test_the_first_line_and_the_example_are_the_layers_own(layer):
     rank = int(layer.__name__[-2])
     assert ("[N, C]", "[N, C, H, W]", "[N, C, D, H, W]")[rank - 1] in text.partition("\n")[0]
     assert f">>> {layer.__name__}(" in text
+
+
+@pytest.mark.parametrize("layer", [*LAYERS[:3], iternorm.SyncIterNorm], ids=lambda layer: layer.__name__)
+def test_what_many_steps_do_is_said(layer):
+    text = " ".join(inspect.getdoc(layer).partition("num_iters: ")[2].partition(" running: ")[0].split())
+    fp32, fp64 = most_steps(torch.float32), most_steps(torch.float64)
+    assert f"tends to ZCA: at most {fp32} steps are taken in fp32, and {fp64} in fp64" in text
+    assert "stays finite" in text
 
 
 def test_a_subclass_of_a_users_own_keeps_its_words():

@@ -35,13 +35,18 @@ def assert_all_close(actual, expected, limit=1e-5):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kwargs", [{}, {"running": "covariance", "momentum": None}], ids=["default", "covariance"])
-def test_compile_fullgraph_with_a_dynamic_batch(kwargs):
+@pytest.mark.parametrize(
+    ("kwargs", "backend"),
+    # The second without the code generator, which takes ten seconds and has seen all of its operators in the first.
+    [({}, "inductor"), ({"running": "covariance", "momentum": None}, "aot_eager_decomp_partition")],
+    ids=["default", "covariance"],
+)
+def test_compile_fullgraph_with_a_dynamic_batch(kwargs, backend):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = network(**kwargs)
     eager = copy.deepcopy(model)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     graphs = torch._dynamo.utils.counters["stats"]
     for batch in (6, 9, 4):
         x = torch.randn(batch, 3, 8, 8)
@@ -206,6 +211,16 @@ def test_channels_last_in_channels_last_out(kind, shape, memory_format, training
         torch.testing.assert_close(y, expected)
         y.backward(torch.randn(shape).to(dtype))
         assert leaf.grad.is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_channels_last_with_an_extent_of_one(training):
+    # Of one position in a row, the stride says nothing: the memory is channels_last all the same.
+    x = torch.randn(2, 3, 4, 1).permute(0, 2, 1, 3)
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    assert x.stride(3) == 1
+    y = IterNorm2d(4, group_size=3).train(training)(x)
+    assert y.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_frozen_in_eval_back_propagates():

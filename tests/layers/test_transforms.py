@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
-from iternorm import DecorrelatedBatchNorm1d, IterNorm1d, IterNorm2d, functional, solvers
+from iternorm import DecorrelatedBatchNorm1d, IterNorm1d, IterNorm2d, IterNorm3d, functional, solvers
 
 IMPLS = ("auto", "torch", "native", "reference")
 LAYERS = {
@@ -155,6 +155,37 @@ def test_vmap_in_eval_maps_inputs():
     layer(correlated(4, 6, 3, 3))
     x = torch.randn(3, 4, 6, 3, 3).double()
     torch.testing.assert_close(vmap(layer.eval())(x), layer(x.flatten(0, 1)).view_as(x))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("channels", ["first", "last"])
+def test_vmap_asks_no_memory_format(impl, training, channels):
+    # What vmap hands out after a convolution is contiguous in no order, and cannot be asked for channels_last.
+    layer = IterNorm3d(4, group_size=3, impl=impl, dtype=torch.float64)
+    layer(correlated(16, 4, 2, 2, 2))
+    layer.track_running_stats = False
+    layer.train(training)
+    x = correlated(6, 4, 3, 2, 2, 2)
+    x = x.movedim(2, 0) if channels == "first" else x.movedim(2, 0).movedim(2, -1).contiguous().movedim(-1, 2)
+    torch.testing.assert_close(vmap(layer)(x), torch.stack([layer(each.contiguous()) for each in x]))
+
+
+@pytest.mark.parametrize("running", ["whitening", "covariance"])
+def test_forward_mode_reaches_running_statistics_in_eval(running):
+    # BatchNorm raises here.
+    x, mean, matrix = correlated(6, 4), torch.randn(4).double(), covariance_with(torch.rand(4).double() + 0.5)[None]
+
+    def function(x, mean, matrix):
+        return functional.iter_norm(x, mean, **{f"running_{running}": matrix})
+
+    symmetric = torch.rand(1, 4, 4).double()
+    tangents = torch.rand(6, 4).double(), torch.rand(4).double(), symmetric + symmetric.mT
+    pushed = jvp(function, (x, mean, matrix), tangents)[1]
+    ahead, behind = (
+        function(*(t + step * d for t, d in zip((x, mean, matrix), tangents, strict=True))) for step in (1e-6, -1e-6)
+    )
+    torch.testing.assert_close(pushed, (ahead - behind) / 2e-6, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("solver", ["newton", "zca", "cholesky"])

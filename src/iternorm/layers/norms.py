@@ -17,7 +17,8 @@ class _IterNorm(WhiteningNorm):
     Args:
         num_iters: the paper's T, the number of Newton steps. 0 only scales all channels of a group alike; 5, the
             paper's choice, whitens the directions of large variance and leaves small ones, which are mostly noise,
-            small; many steps come to ZCA.
+            small. A large T tends to ZCA: at most 24 steps are taken in fp32, and 49 in fp64, which is convergence,
+            and the output stays finite where channels depend on each other.
     """
 
     solver = "newton"

@@ -38,7 +38,9 @@ class SyncIterNorm(_IterNorm):
         dtype: of parameters and buffers.
         bias: False learns no `bias`, only the `weight`, if `affine` is set.
         group_size: the number of channels whitened together; None is all of them.
-        num_iters: the paper's T, the number of Newton steps, from 0.
+        num_iters: the paper's T, the number of Newton steps, from 0. A large T tends to ZCA: at most 24 steps are taken
+            in fp32, and 49 in fp64, which is convergence, and the output stays finite where channels depend on each
+            other.
         running: "whitening" or "covariance"; see `iternorm.layers.base.WhiteningNorm`.
         impl: "auto", "native" or "torch".
         activation: None, or "relu": the output goes through it.

@@ -53,6 +53,9 @@ def choose(settings: Settings, x: Tensor) -> Backend:
             return Backend.COMPOSED if modes.is_transformed() else Backend.TRITON
         if impl == "triton":
             raise ValueError(f'impl="triton" cannot run: {reason}; use impl="auto"')
+    if modes.is_transformed():
+        # Ordinary operators, whatever is asked for: they take every dtype and memory format.
+        return Backend.COMPOSED
     if impl == "native":
         reason = native_verbs.unsupported(x)
         # A compiler of graphs cannot look into building, and a fake tensor needs none: then it is the call that raises.
@@ -60,8 +63,6 @@ def choose(settings: Settings, x: Tensor) -> Backend:
             reason = build.failure(x.dtype)
         if reason is not None:
             raise ValueError(f'impl="native" cannot run: {reason}; use impl="auto"')
-    if modes.is_transformed():
-        return Backend.COMPOSED
     return Backend.TRITON_ITERATION if impl == "auto" and _has_iteration(settings, x) else Backend.VERBS
 
 

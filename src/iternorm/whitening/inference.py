@@ -34,7 +34,8 @@ def apply(
             for part, (values, weights, shift) in zip(parts, operands, strict=True)
         ]
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-    if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous():
-        # A grouped conv3d on the CPU returns contiguous memory; a no-op where it kept the input's format.
-        y = y.contiguous(memory_format=torch.channels_last_3d)
+    if torch_verbs.is_channels_last(x) and not x.is_contiguous():
+        # A grouped conv3d on the CPU returns contiguous memory, and so does a conv2d where an extent of 1 has a stride
+        # of its own; a no-op where the input's format was kept.
+        y = y.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
     return (y.squeeze(2) if x.ndim == 2 else y).to(x.dtype)

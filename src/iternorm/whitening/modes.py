@@ -61,6 +61,13 @@ def constant_in_graphs(function):
     return function
 
 
+def is_mapped(x: Tensor) -> bool:
+    """Whether vmap maps over `x`, which then has no memory format to ask for."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    return torch._C._functorch.is_batchedtensor(x)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @constant_in_graphs
 def is_exporting_in_torch_2_6() -> bool:
     """Whether torch 2.6 exports this call. Later versions answer by themselves, and need no special treatment."""

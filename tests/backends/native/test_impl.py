@@ -71,7 +71,8 @@ def test_gradients(group_size, layout):
 
     inputs = (x, weight.detach().requires_grad_(), bias.detach().requires_grad_())
     assert torch.autograd.gradcheck(normalize, inputs)
-    assert torch.autograd.gradgradcheck(normalize, inputs)
+    # The kernels are no part of a graph of the backward: random directions are enough.
+    assert torch.autograd.gradgradcheck(normalize, inputs, fast_mode=True)
 
 
 def test_auto_takes_the_kernels_where_they_are_faster(calls):

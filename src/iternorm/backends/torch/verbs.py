@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from iternorm.whitening import modes
 from iternorm.whitening.groups import Part, pad, parts
 
 # The largest workspace tile, in elements: 4 MB of fp32. On two cores of an AMD EPYC with 1 MB of L2 each and 32 MB of
@@ -33,6 +34,8 @@ def as_planes(x: Tensor) -> Tensor:
 
 def is_channels_last(x: Tensor) -> bool:
     """Whether an activation of four or five dimensions lies in channels_last memory."""
+    if modes.is_mapped(x):
+        return False
     if x.ndim == 4:
         return x.is_contiguous(memory_format=torch.channels_last)
     return x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d)
