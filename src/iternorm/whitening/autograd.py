@@ -194,8 +194,11 @@ def _scale_rows(matrix: Tensor, weight: Tensor | None, group_size: int) -> Tenso
 
 
 def _on_vector(matrix: Tensor, vector: Tensor, group_size: int) -> Tensor:
-    product = matrix @ groups.pad_vector(vector, group_size)[:, :, None]
-    return groups.unpad_vector(product, len(vector))
+    padded = groups.pad_vector(vector, group_size)
+    if matrix.device.type == "cpu":
+        # Not as a product of matrices, for which MKL opens a parallel region: it would wait for a core that is taken.
+        return groups.unpad_vector((matrix * padded[:, None, :]).sum(-1), len(vector))
+    return groups.unpad_vector(matrix @ padded[:, :, None], len(vector))
 
 
 def composed_backward(grad: Tensor, inputs, needs, settings: Settings) -> list:

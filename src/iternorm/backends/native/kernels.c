@@ -352,6 +352,10 @@ static long a_turn(const Shape *s, long total) { return most(1, least(8, total /
 /* And of pieces that all take the same time. */
 static long a_share(const Shape *s, long total) { return (total + s->threads - 1) / s->threads; }
 
+/* How many threads so many operations are for. What takes less than a tenth of a millisecond stays with the caller: a
+   region of several threads ends when all have begun, and one whose core is taken begins milliseconds later. */
+static long crew(long threads, long operations) { return most(1, least(threads, operations >> 19)); }
+
 /* No more threads than there is work for: each has tiles of its own. */
 static long team(const Shape *s) { return least(s->threads, num_groups(s) * num_chunks(s)); }
 
@@ -452,7 +456,7 @@ API void moments(const Shape *s, const REAL *x, char *workspace, REAL *mean, REA
     sums.exact_mean[c] = sum / num_positions(s);
     mean[c] = (REAL)sums.exact_mean[c];
   }
-  parallel(s->threads, rows, a_share(s, rows), covariance_row, &sums);
+  parallel(crew(s->threads, rows * d * chunks), rows, a_share(s, rows), covariance_row, &sums);
   for (long row = 0; row < rows; row++)
     for (long j = 0; j < row % d; j++) covariance[row * d + j] = covariance[(row - row % d + j) * d + row % d];
 }
@@ -476,11 +480,11 @@ static void cross_row(const void *task, long row, long thread) {
 /* Σ y [C] and Σ y (x - mean)ᵀ [G, d, d]. */
 API void cross_moments(const Shape *s, const REAL *y, const REAL *x, const REAL *mean, char *workspace, REAL *total,
                        REAL *cross) {
-  long rows = num_groups(s) * s->group_size;
+  long d = s->group_size, rows = num_groups(s) * d;
   Sums sums = lay_out(s, workspace);
   sums.y = y, sums.x = x, sums.mean = mean, sums.total = total, sums.matrix = cross;
   sum_chunks(&sums);
-  parallel(s->threads, rows, a_share(s, rows), cross_row, &sums);
+  parallel(crew(s->threads, rows * d * num_chunks(s)), rows, a_share(s, rows), cross_row, &sums);
 }
 
 /* A block of the maps: channels by vectors of positions for planes, positions by vectors of channels for rows. */
@@ -720,7 +724,7 @@ API void map(const Shape *s, const Terms *terms, const REAL *offset, char *works
                  (uintptr_t)out % VECTOR_BYTES == 0 && (s->rows ? s->channels : s->length) % W == 0 &&
                  (!s->rows || s->group_size % W == 0);
   long total = groups * map.stretches * map.pieces;
-  parallel(s->threads, groups, a_share(s, groups), pack_group, &map);
+  parallel(crew(s->threads, groups * map_matrix_reals(s, terms->count)), groups, a_share(s, groups), pack_group, &map);
   parallel(s->threads, total, a_turn(s, total), map_piece, &map);
 }
 
@@ -742,10 +746,11 @@ enum { NEWTON_MATRICES = 8, MIRRORED = 8 };
 
 static long newton_stride(const Iteration *t) { return whole(t->group_size, most(W, 8)); }
 
-/* No region for less than a few hundred microseconds a thread: where a core is taken, it waits for it much longer. */
+/* Half of the threads, with a tenth of a millisecond for each: half of the products make them as fast as all of them
+   are with whole ones, and two cores open no region, which would wait for one that is taken. */
 static long newton_team(const Iteration *t) {
-  long products = t->groups * (t->group_size * t->group_size / 64 * t->group_size) * t->steps;
-  return most(1, least(least(t->threads, t->groups), products / (1 << 17)));
+  long d = t->group_size;
+  return most(1, least(least(t->threads / 2, t->groups), (t->groups * t->steps * d * d * d) >> 21));
 }
 
 /* The bytes that newton and newton_backward need. */
