@@ -4,6 +4,8 @@
 matrices. `composed` is the same function in operators that torch differentiates itself.
 """
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -17,11 +19,11 @@ _NOT_OVER_PROCESSES = "{} does not reach over processes; use IterNorm in place o
 
 
 def whiten(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings, kernel_iteration: bool = False
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings, iteration: ModuleType | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Whiten a batch, scale and shift. With a process group, the batch is that of all its ranks together.
 
-    `kernel_iteration` takes Newton's iteration from the Triton kernels.
+    `iteration` is where Newton's iteration is in kernels: see `dispatch.iteration_for`.
 
     Returns:
         The output, and without gradient the mean ``[C]``, the covariance (without eps) and the whitening matrices
@@ -31,17 +33,17 @@ def whiten(
         # It cannot export an autograd.Function with a dynamic batch. Without a gradient it sees only the forward, which
         # is all that an exported program has in any version.
         x, (weight, bias) = x.detach(), (t if t is None else t.detach() for t in (weight, bias))
-    return _Whiten.apply(x, weight, bias, settings, kernel_iteration)  # pyright: ignore[reportReturnType]
+    return _Whiten.apply(x, weight, bias, settings, iteration)  # pyright: ignore[reportReturnType]
 
 
 class _Whiten(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, settings, kernel_iteration):
+    def forward(ctx, x, weight, bias, settings, iteration):
         group_size = settings.group_size
         with no_autocast(x):
             num_samples, mean, covariance = _batch_moments(x, settings)
             keep = ctx.needs_input_grad[0] and _is_cheap_to_keep(covariance, settings.num_iters, x)
-            whitening, solved = inverse_sqrt(covariance, x.shape[1], settings, keep, kernel_iteration)
+            whitening, solved = inverse_sqrt(covariance, x.shape[1], settings, keep, iteration)
             matrix, offset = fold_affine(whitening, mean, weight, bias, group_size)
             if _is_empty(x):
                 y = torch.empty_like(x)
@@ -52,7 +54,7 @@ class _Whiten(torch.autograd.Function):
         # Else autograd would fill zeros for the three of them.
         ctx.set_materialize_grads(False)
         ctx.num_parts = len(solved)
-        ctx.settings, ctx.kernel_iteration = settings, kernel_iteration
+        ctx.settings, ctx.iteration = settings, iteration
         return y, mean, covariance, whitening
 
     @staticmethod
@@ -83,7 +85,7 @@ class _Whiten(torch.autograd.Function):
                     num_samples = x.numel() // num_features
                 grad_whitening = _scale_rows(cross, weight, group_size)
                 grad_covariance = inverse_sqrt_backward(
-                    grad_whitening, whitening, solved, num_features, settings, ctx.kernel_iteration
+                    grad_whitening, whitening, solved, num_features, settings, ctx.iteration
                 )
                 second = grad_covariance * (2 / num_samples)
                 first = _scale_rows(whitening, weight, group_size).mT
@@ -129,7 +131,11 @@ def _is_cheap_to_keep(covariance: Tensor, num_iters: int, x: Tensor) -> bool:
 
 
 def inverse_sqrt(
-    covariance: Tensor, num_features: int, settings: Settings, keep: bool = False, kernel_iteration: bool = False
+    covariance: Tensor,
+    num_features: int,
+    settings: Settings,
+    keep: bool = False,
+    iteration: ModuleType | None = None,
 ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
     """Whitening matrices ``[G, d, d]`` of covariances without eps, and what `inverse_sqrt_backward` needs by part.
 
@@ -138,13 +144,11 @@ def inverse_sqrt(
     matrices, solved = [], []
     for part in groups.parts(num_features, settings.group_size):
         regularized = _regularized(part.of(covariance), settings.eps)
-        if kernel_iteration:
-            from iternorm.backends.triton import iteration
-
+        if iteration is None:
+            whitening, saved = solvers.solve(regularized, settings.solver, settings.num_iters, keep)
+        else:
             whitening, kept = iteration.solve(regularized, settings.num_iters)
             saved = (kept,) if keep else ()
-        else:
-            whitening, saved = solvers.solve(regularized, settings.solver, settings.num_iters, keep)
         matrices.append(whitening)
         solved.append((regularized, *saved))
     return groups.pad(matrices), solved
@@ -156,21 +160,19 @@ def inverse_sqrt_backward(
     solved: list[tuple[Tensor, ...]],
     num_features: int,
     settings: Settings,
-    kernel_iteration: bool = False,
+    iteration: ModuleType | None = None,
 ) -> Tensor:
     """The gradient for the covariances, given the one for the whitening matrices."""
     num_iters = settings.num_iters
     gradients = []
     for part, (regularized, *saved) in zip(groups.parts(num_features, settings.group_size), solved, strict=True):
         part_grad, part_whitening = part.of(grad), part.of(whitening)
-        if kernel_iteration:
-            from iternorm.backends.triton import iteration
-
-            kept = saved[0] if saved else iteration.solve(regularized, num_iters)[1]
-            gradients.append(iteration.solve_backward(part_grad, regularized, part_whitening, kept, num_iters))
-        else:
+        if iteration is None:
             arguments = (part_grad, regularized, part_whitening, tuple(saved), settings.solver, num_iters)
             gradients.append(solvers.solve_backward(*arguments))
+        else:
+            kept = saved[0] if saved else iteration.solve(regularized, num_iters)[1]
+            gradients.append(iteration.solve_backward(part_grad, regularized, part_whitening, kept, num_iters))
     return groups.pad(gradients)
 
 
@@ -192,8 +194,11 @@ def _scale_rows(matrix: Tensor, weight: Tensor | None, group_size: int) -> Tenso
 
 
 def _on_vector(matrix: Tensor, vector: Tensor, group_size: int) -> Tensor:
-    product = matrix @ groups.pad_vector(vector, group_size)[:, :, None]
-    return groups.unpad_vector(product, len(vector))
+    padded = groups.pad_vector(vector, group_size)
+    if matrix.device.type == "cpu":
+        # Not as a product of matrices, for which MKL opens a parallel region: it would wait for a core that is taken.
+        return groups.unpad_vector((matrix * padded[:, None, :]).sum(-1), len(vector))
+    return groups.unpad_vector(matrix @ padded[:, :, None], len(vector))
 
 
 def composed_backward(grad: Tensor, inputs, needs, settings: Settings) -> list:

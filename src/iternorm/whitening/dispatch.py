@@ -3,8 +3,8 @@
 `impl="auto"` takes the Triton kernels on CUDA tensors in half, bfloat16 or single precision, for Newton's iteration
 with groups of up to 1024 channels, and for ZCA with groups of up to 64, which they compute by that iteration run to
 convergence; where cuBLAS is faster at moments and maps, they compute the iteration alone. On the CPU it takes C kernels
-for training in single and double precision, where the machine has a C compiler and they are faster. It takes torch for
-the rest. An implementation that is named and cannot run raises.
+for training in single and double precision, where the machine has a C compiler and they are faster, and for the
+iteration in any precision. It takes torch for the rest. An implementation that is named and cannot run raises.
 """
 
 import enum
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from iternorm.backends.native import build
+from iternorm.backends.native import iteration as native_iteration
 from iternorm.backends.native import verbs as native_verbs
 from iternorm.backends.torch import verbs as torch_verbs
 from iternorm.whitening import modes
@@ -84,6 +85,25 @@ def verbs_for(impl: str, group_size: int, *activations: Tensor) -> ModuleType:
         fast = native_verbs.is_worthwhile(x, group_size) and native_verbs.can_run(*activations)
         return native_verbs if fast else torch_verbs
     return native_verbs if impl == "native" and native_verbs.can_read(*activations) else torch_verbs
+
+
+def iteration_for(backend: Backend, settings: Settings, x: Tensor) -> ModuleType | None:
+    """Where Newton's iteration on the covariances of `x` is in kernels of its own; None is `iternorm.solvers`.
+
+    The ranks of a process group have batches of different sizes and must agree on every bit, and a compiler wants
+    products that it can place: those stay with torch.
+    """
+    if backend is Backend.TRITON_ITERATION:
+        from iternorm.backends.triton import iteration
+
+        return iteration
+    if backend is not Backend.VERBS or settings.solver != "newton" or settings.process_group is not None:
+        return None
+    if modes.is_recorded(x) or not native_iteration.is_worthwhile(settings.group_size):
+        return None
+    if settings.impl == "auto" and native_verbs.is_worth_compiling(x):
+        return native_iteration if build.is_available(torch_verbs.compute_dtype(x.dtype)) else None
+    return native_iteration if settings.impl == "native" else None
 
 
 def _why_not_triton(x: Tensor, group_size: int, solver: str) -> str | None:

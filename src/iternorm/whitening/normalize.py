@@ -52,8 +52,8 @@ def normalize(
     elif backend is Backend.COMPOSED:
         y, mean, covariance, whitening = autograd.composed(x, weight, bias, settings)
     else:
-        kernel_iteration = backend is Backend.TRITON_ITERATION
-        y, mean, covariance, whitening = autograd.whiten(x, weight, bias, settings, kernel_iteration)
+        iteration = dispatch.iteration_for(backend, settings, x)
+        y, mean, covariance, whitening = autograd.whiten(x, weight, bias, settings, iteration)
     if statistics is not None:
         running.update(statistics, mean, covariance, whitening)
     return _finished(y, residual, settings)

@@ -169,9 +169,9 @@ def test_nothing_is_read_or_written_out_of_bounds(shape, group_size, dtype, monk
             block[GUARD:-GUARD].view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), GUARD // tensor.itemsize)
         )
 
-    make_results, make_workspace = verbs._results, verbs._workspace
+    make_results, make_workspace = verbs._results, verbs.workspace_for
     monkeypatch.setattr(verbs, "_results", lambda *args: tuple(inside(t) for t in make_results(*args)))
-    monkeypatch.setattr(verbs, "_workspace", lambda *args: inside(make_workspace(*args)))
+    monkeypatch.setattr(verbs, "workspace_for", lambda *args: inside(make_workspace(*args)))
     monkeypatch.setattr(torch_verbs, "empty_output", lambda x: inside(torch.empty_like(x)))
     x, grad = correlated(*shape, dtype=dtype), correlated(*shape, dtype=dtype)
     parameters = small(shape[1], group_size, dtype)

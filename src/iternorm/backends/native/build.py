@@ -38,6 +38,7 @@ _COMPILE = (
 _COMPILE += ("-fPIC", "-std=gnu11", "-c")
 _LINK = ("-shared", "-Wl,-z,now")
 _FUNCTIONS = ("moments", "cross_moments", "map", "sums_workspace", "map_workspace")
+_FUNCTIONS += ("newton", "newton_backward", "newton_workspace")
 _SECONDS = 120
 _SECONDS_REMEMBERED = 24 * 60 * 60
 

@@ -1,4 +1,5 @@
-/* The four verbs that touch the activation, for one floating-point type: -DREAL=float or -DREAL=double.
+/* The four verbs that touch the activation, and Newton's iteration between them, for one floating-point type:
+   -DREAL=float or -DREAL=double.
 
    An activation is planes [N, C, L], positions contiguous, or rows [N, L, C], channels contiguous. Tiles of it are
    packed into a thread's own workspace: packing subtracts a shift for nothing, evens out lengths with zeros, and takes
@@ -295,14 +296,14 @@ INLINE void outer(const REAL *a, const REAL *b, long size, long length, REAL *ma
     }
 }
 
-/* matrix += the products of two tiles of rows; of a tile with itself only what is on or above the diagonal, and more. */
-static void outer_products(const REAL *a, const REAL *b, long size, long length, REAL *matrix) {
+/* matrix += the products of two tiles of rows; of a symmetric one only what is on or above the diagonal, and more. */
+static void outer_products(const REAL *a, const REAL *b, long size, long length, REAL *matrix, int symmetric) {
   long step = (MANY_REGISTERS ? 4 : 2) * W;
   /* The columns outside: they stay in the first-level cache while the rows go by. */
   for (long from = 0; from < size; from += step) {
     long to = least(from + step, size);
-    for (long i = 0; i < (a == b ? to : size); i += 8) {
-      long j = a == b ? most(from, i / W * W) : from;
+    for (long i = 0; i < (symmetric ? to : size); i += 8) {
+      long j = symmetric ? most(from, i / W * W) : from;
       const REAL *left = a + i, *right = b + j;
       REAL *place = matrix + i * size + j;
       switch ((to - j) / W) {
@@ -350,6 +351,10 @@ static long a_turn(const Shape *s, long total) { return most(1, least(8, total /
 
 /* And of pieces that all take the same time. */
 static long a_share(const Shape *s, long total) { return (total + s->threads - 1) / s->threads; }
+
+/* How many threads so many operations are for. What takes less than a tenth of a millisecond stays with the caller: a
+   region of several threads ends when all have begun, and one whose core is taken begins milliseconds later. */
+static long crew(long threads, long operations) { return most(1, least(threads, operations >> 19)); }
 
 /* No more threads than there is work for: each has tiles of its own. */
 static long team(const Shape *s) { return least(s->threads, num_groups(s) * num_chunks(s)); }
@@ -400,7 +405,7 @@ static void sum_chunk(const void *task, long item, long thread) {
     long count = least(tile_length(s), stop - first);
     if (y) pack(s, y, group, first, count, NULL, sums, left);
     pack(s, x, group, first, count, shift, y ? NULL : sums, right);
-    if (s->rows) outer_products(left, right, size, count, matrix);
+    if (s->rows) outer_products(left, right, size, count, matrix, !y);
     else dot_products(s, y ? y : x, x, group, first + tile_length(s), left, right, count, matrix);
   }
 }
@@ -451,7 +456,7 @@ API void moments(const Shape *s, const REAL *x, char *workspace, REAL *mean, REA
     sums.exact_mean[c] = sum / num_positions(s);
     mean[c] = (REAL)sums.exact_mean[c];
   }
-  parallel(s->threads, rows, a_share(s, rows), covariance_row, &sums);
+  parallel(crew(s->threads, rows * d * chunks), rows, a_share(s, rows), covariance_row, &sums);
   for (long row = 0; row < rows; row++)
     for (long j = 0; j < row % d; j++) covariance[row * d + j] = covariance[(row - row % d + j) * d + row % d];
 }
@@ -475,11 +480,11 @@ static void cross_row(const void *task, long row, long thread) {
 /* Σ y [C] and Σ y (x - mean)ᵀ [G, d, d]. */
 API void cross_moments(const Shape *s, const REAL *y, const REAL *x, const REAL *mean, char *workspace, REAL *total,
                        REAL *cross) {
-  long rows = num_groups(s) * s->group_size;
+  long d = s->group_size, rows = num_groups(s) * d;
   Sums sums = lay_out(s, workspace);
   sums.y = y, sums.x = x, sums.mean = mean, sums.total = total, sums.matrix = cross;
   sum_chunks(&sums);
-  parallel(s->threads, rows, a_share(s, rows), cross_row, &sums);
+  parallel(crew(s->threads, rows * d * num_chunks(s)), rows, a_share(s, rows), cross_row, &sums);
 }
 
 /* A block of the maps: channels by vectors of positions for planes, positions by vectors of channels for rows. */
@@ -719,6 +724,184 @@ API void map(const Shape *s, const Terms *terms, const REAL *offset, char *works
                  (uintptr_t)out % VECTOR_BYTES == 0 && (s->rows ? s->channels : s->length) % W == 0 &&
                  (!s->rows || s->group_size % W == 0);
   long total = groups * map.stretches * map.pieces;
-  parallel(s->threads, groups, a_share(s, groups), pack_group, &map);
+  parallel(crew(s->threads, groups * map_matrix_reals(s, terms->count)), groups, a_share(s, groups), pack_group, &map);
   parallel(s->threads, total, a_turn(s, total), map_piece, &map);
+}
+
+/* Newton's iteration on groups of covariances, [G, d, d], as `iternorm.solvers` has it (math.md, section 3). All its
+   matrices are symmetric, so half of a product is computed and the rest copied: an error that is not symmetric cannot
+   grow. A thread works on a group alone, in padded matrices of its own. */
+typedef struct {
+  long groups, group_size, steps, unwatched;
+  int threads;
+} Iteration;
+
+typedef struct {
+  const Iteration *iteration;
+  const REAL *covariance, *whitening, *grad;
+  REAL *kept, *scratch, *out;
+} Solve;
+
+enum { NEWTON_MATRICES = 8, MIRRORED = 8 };
+
+static long newton_stride(const Iteration *t) { return whole(t->group_size, most(W, 8)); }
+
+/* Half of the threads, with a tenth of a millisecond for each: half of the products make them as fast as all of them
+   are with whole ones, and two cores open no region, which would wait for one that is taken. */
+static long newton_team(const Iteration *t) {
+  long d = t->group_size;
+  return most(1, least(least(t->threads / 2, t->groups), (t->groups * t->steps * d * d * d) >> 21));
+}
+
+/* The bytes that newton and newton_backward need. */
+API long newton_workspace(const Iteration *t) {
+  return sizeof(REAL) * newton_team(t) * NEWTON_MATRICES * newton_stride(t) * newton_stride(t);
+}
+
+/* Where R_k and Z_k of a group are kept, for k from 1 on: all R first. */
+static REAL *kept_residual(const Solve *t, long k, long group) {
+  const Iteration *s = t->iteration;
+  return t->kept + ((k - 1) * s->groups + group) * s->group_size * s->group_size;
+}
+static REAL *kept_iterate(const Solve *t, long k, long group) {
+  return kept_residual(t, t->iteration->steps - 1 + k, group);
+}
+
+static void copy_matrix(const REAL *from, long from_stride, REAL *to, long to_stride, long d) {
+  for (long i = 0; i < d; i++) memcpy(to + i * to_stride, from + i * from_stride, d * sizeof(REAL));
+}
+
+static double trace_of(const REAL *a, long d, long stride) {
+  double sum = 0;
+  for (long i = 0; i < d; i++) sum += a[i * stride + i];
+  return sum;
+}
+
+static void scale_matrix(const REAL *a, REAL factor, REAL *to, long n) {
+  for (long i = 0; i < n * n; i++) to[i] = factor * a[i];
+}
+
+/* a = factor a where a is computed, on and above the diagonal, and the same below. */
+static void mirror(REAL *a, long n, REAL factor) {
+  for (long i = 0; i < n; i++)
+    for (long j = i; j < n; j++) a[i * n + j] *= factor;
+  for (long i = 0; i < n; i += MIRRORED)
+    for (long j = 0; j <= i; j += MIRRORED)
+      for (long k = i; k < i + MIRRORED; k++)
+        for (long l = j; l < least(j + MIRRORED, k); l++) a[k * n + l] = a[l * n + k];
+}
+
+/* to += factor aᵀ. */
+static void add_transposed(const REAL *a, REAL factor, REAL *to, long n) {
+  for (long i = 0; i < n; i += MIRRORED)
+    for (long j = 0; j < n; j += MIRRORED)
+      for (long k = i; k < i + MIRRORED; k++)
+        for (long l = j; l < j + MIRRORED; l++) to[k * n + l] += factor * a[l * n + k];
+}
+
+/* to = factor (a + aᵀ), padded with zeros. */
+static void symmetrize(const REAL *a, double factor, REAL *to, long d, long n) {
+  memset(to, 0, n * n * sizeof(REAL));
+  for (long i = 0; i < d; i++)
+    for (long j = i; j < d; j++) to[i * n + j] = (REAL)(factor * ((double)a[i * d + j] + a[j * d + i]));
+  mirror(to, n, 1);
+}
+
+static void newton_group(const void *task, long group, long thread) {
+  const Solve *t = task;
+  const Iteration *s = t->iteration;
+  long d = s->group_size, n = newton_stride(s);
+  const REAL *covariance = t->covariance + group * d * d;
+  REAL *residual = t->scratch + thread * NEWTON_MATRICES * n * n, *following = residual + n * n;
+  REAL *iterate = following + n * n, *next = iterate + n * n, *free;
+  double trace = trace_of(covariance, d, d), root = 1 / __builtin_sqrt(trace);
+  symmetrize(covariance, 0.5 / trace, residual, d, n);
+  scale_matrix(residual, s->steps ? (REAL)-0.5 : 0, iterate, n);
+  for (long i = 0; i < d; i++) iterate[i * n + i] += s->steps ? (REAL)1.5 : 1;
+  for (long k = 1; k < s->steps; k++) {
+    /* Each factor of a product as a power of two of it: (R² - 6 R)/4, R (R² - 6 R)/4 + 9/4 R, (Z R - 3 Z)/-2. */
+    REAL *inner = next;
+    scale_matrix(residual, -6, inner, n);
+    outer_products(residual, residual, n, d, inner, 1);
+    mirror(inner, n, (REAL)0.25);
+    scale_matrix(residual, (REAL)2.25, following, n);
+    outer_products(residual, inner, n, d, following, 1);
+    mirror(following, n, 1);
+    scale_matrix(iterate, -3, next, n);
+    outer_products(iterate, following, n, d, next, 1);
+    mirror(next, n, (REAL)-0.5);
+    copy_matrix(iterate, n, kept_iterate(t, k, group), d, d);
+    if (k >= s->unwatched) {
+      /* A step raises the trace, which is 1 at first: it falls where a negative eigenvalue grows. */
+      double floor = trace_of(residual, d, n) - 0.5;
+      if (trace_of(following, d, n) < (floor < 0.5 ? 0.5 : floor)) {
+        memset(following, 0, n * n * sizeof(REAL));
+        memcpy(next, iterate, n * n * sizeof(REAL));
+      }
+    }
+    copy_matrix(following, n, kept_residual(t, k, group), d, d);
+    free = residual, residual = following, following = free;
+    free = iterate, iterate = next, next = free;
+  }
+  scale_matrix(iterate, (REAL)root, next, n);
+  copy_matrix(next, n, t->out + group * d * d, d, d);
+}
+
+/* The whitening matrices of covariances with eps, and R_1.. and Z_1.. of all steps but the last. */
+API void newton(const Iteration *s, const REAL *covariance, char *workspace, REAL *whitening, REAL *kept) {
+  Solve solve = {.iteration = s, .covariance = covariance, .scratch = (REAL *)workspace, .out = whitening, .kept = kept};
+  parallel(newton_team(s), s->groups, 1, newton_group, &solve);
+}
+
+static void newton_backward_group(const void *task, long group, long thread) {
+  const Solve *t = task;
+  const Iteration *s = t->iteration;
+  long d = s->group_size, n = newton_stride(s), area = n * n;
+  const REAL *covariance = t->covariance + group * d * d, *grad = t->grad + group * d * d;
+  const REAL *whitening = t->whitening + group * d * d;
+  REAL *residual = t->scratch + thread * NEWTON_MATRICES * area, *following = residual + area;
+  REAL *iterate = following + area, *d_residual = iterate + area, *d_iterate = d_residual + area;
+  REAL *next = d_iterate + area, *half = next + area, *product = half + area, *free;
+  double trace = trace_of(covariance, d, d), through_trace = 0;
+  symmetrize(covariance, 0.5 / trace, residual, d, n);
+  symmetrize(grad, 0.5 / __builtin_sqrt(trace), d_residual, d, n);
+  scale_matrix(d_residual, s->steps ? (REAL)-0.5 : 0, d_iterate, n);
+  memset(following, 0, 2 * area * sizeof(REAL));
+  for (long k = 1; k < s->steps; k++) {
+    copy_matrix(kept_residual(t, k, group), d, following, n, d);
+    copy_matrix(kept_iterate(t, k, group), d, iterate, n, d);
+    /* Where it has stopped, R is zero and Z stays. */
+    if (k >= s->unwatched && trace_of(following, d, n) < 0.5) break;
+    /* product = R dR, half = 3/2 dR - R dR - (R dR)ᵀ/2, dR' = 3/4 half - R half/4 and its transpose. */
+    memset(product, 0, area * sizeof(REAL));
+    outer_products(residual, d_residual, n, d, product, 0);
+    for (long i = 0; i < area; i++) half[i] = (REAL)1.5 * d_residual[i] - product[i];
+    add_transposed(product, (REAL)-0.5, half, n);
+    scale_matrix(half, -3, product, n);
+    outer_products(residual, half, n, d, product, 0);
+    scale_matrix(product, (REAL)-0.25, d_residual, n);
+    add_transposed(product, (REAL)-0.25, d_residual, n);
+    /* dZ' = 3/2 dZ - (dZ R' + Z dR')/2. */
+    scale_matrix(d_iterate, -3, next, n);
+    outer_products(d_iterate, following, n, d, next, 1);
+    outer_products(iterate, d_residual, n, d, next, 1);
+    mirror(next, n, (REAL)-0.5);
+    free = d_iterate, d_iterate = next, next = free;
+    free = residual, residual = following, following = free;
+  }
+  for (long i = 0; i < d; i++)
+    for (long j = 0; j < d; j++)
+      through_trace += (double)grad[i * d + j] * whitening[i * d + j] / 2 +
+                       (double)d_iterate[i * n + j] * covariance[i * d + j] / trace;
+  REAL *out = t->out + group * d * d;
+  for (long i = 0; i < d; i++)
+    for (long j = 0; j < d; j++) out[i * d + j] = (REAL)((d_iterate[i * n + j] - (i == j) * through_trace) / trace);
+}
+
+/* The symmetric gradient for the covariances, given the one for the whitening matrices. */
+API void newton_backward(const Iteration *s, const REAL *grad, const REAL *covariance, const REAL *whitening,
+                         const REAL *kept, char *workspace, REAL *result) {
+  Solve solve = {.iteration = s, .covariance = covariance, .whitening = whitening, .grad = grad,
+                 .kept = (REAL *)kept, .scratch = (REAL *)workspace, .out = result};
+  parallel(newton_team(s), s->groups, 1, newton_backward_group, &solve);
 }

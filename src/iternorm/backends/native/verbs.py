@@ -79,9 +79,14 @@ def can_run(*activations: Tensor) -> bool:
     return can_read(*activations) and build.is_available(activations[0].dtype)
 
 
+def is_worth_compiling(x: Tensor) -> bool:
+    """Whether the kernels are wanted, and `x` is large enough to compile them for."""
+    return x.device.type == "cpu" and x.numel() >= _LEAST_ELEMENTS and os.environ.get("ITERNORM_NATIVE") != "0"
+
+
 def is_worthwhile(x: Tensor, group_size: int) -> bool:
     """Whether the kernels are faster on `x` than torch, and `x` is large enough to compile them for."""
-    if x.device.type != "cpu" or x.numel() < _LEAST_ELEMENTS or os.environ.get("ITERNORM_NATIVE") == "0":
+    if not is_worth_compiling(x):
         return False
     rows = _is_rows(x)
     return rows is not None and group_size >= (_LEAST_ROWS if rows else _LEAST_PLANES)
@@ -91,8 +96,8 @@ def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Mean ``[C]`` and biased covariance ``[G, d, d]`` (math.md, Eq. 3-4)."""
     library, shape = build.library(x.dtype), _shape(x, group_size)
     mean, covariance = _results(x, shape)
-    workspace = _workspace(library.sums_workspace, shape)
-    library.moments(ctypes.byref(shape), _at(x), _at(workspace), _at(mean), _at(covariance))
+    workspace = workspace_for(library.sums_workspace, shape)
+    library.moments(ctypes.byref(shape), address_of(x), address_of(workspace), address_of(mean), address_of(covariance))
     return mean, covariance
 
 
@@ -100,8 +105,16 @@ def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tup
     """Σ dy ``[C]`` and Σ dy (x - mean)ᵀ ``[G, d, d]`` (math.md, Eq. 21)."""
     library, shape = build.library(x.dtype), _shape(x, group_size)
     total, cross = _results(x, shape)
-    workspace, mean = _workspace(library.sums_workspace, shape), mean.contiguous()
-    library.cross_moments(ctypes.byref(shape), _at(grad), _at(x), _at(mean), _at(workspace), _at(total), _at(cross))
+    workspace, mean = workspace_for(library.sums_workspace, shape), mean.contiguous()
+    library.cross_moments(
+        ctypes.byref(shape),
+        address_of(grad),
+        address_of(x),
+        address_of(mean),
+        address_of(workspace),
+        address_of(total),
+        address_of(cross),
+    )
     return total, cross
 
 
@@ -124,16 +137,20 @@ def _map(inputs: list[Tensor], matrices: list[Tensor], offset: Tensor, group_siz
     terms = _Terms(count=len(inputs))
     for i, (tensor, matrix) in enumerate(zip(inputs, matrices, strict=True)):
         terms.inputs[i], terms.matrices[i] = tensor.data_ptr(), matrix.data_ptr()
-    workspace = _workspace(library.map_workspace, shape, ctypes.c_long(len(inputs)))
-    library.map(ctypes.byref(shape), ctypes.byref(terms), _at(offset), _at(workspace), _at(result))
+    workspace = workspace_for(library.map_workspace, shape, ctypes.c_long(len(inputs)))
+    library.map(ctypes.byref(shape), ctypes.byref(terms), address_of(offset), address_of(workspace), address_of(result))
     return result
 
 
 def _shape(x: Tensor, group_size: int) -> _Shape:
     samples, channels = x.shape[:2]
-    threads = 1 if _forked else torch.get_num_threads()
     size = groups.effective_size(channels, group_size)
-    return _Shape(samples, channels, x.numel() // (samples * channels), size, bool(_is_rows(x)), threads)
+    return _Shape(samples, channels, x.numel() // (samples * channels), size, bool(_is_rows(x)), num_threads())
+
+
+def num_threads() -> int:
+    """As many as torch uses."""
+    return 1 if _forked else torch.get_num_threads()
 
 
 def _results(x: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
@@ -141,10 +158,12 @@ def _results(x: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape.channels), x.new_empty(groups.num_groups(shape.channels, size), size, size)
 
 
-def _workspace(size_of, shape: _Shape, *args) -> Tensor:
+def workspace_for(size_of, shape: ctypes.Structure, *args) -> Tensor:
+    """Memory that a kernel needs while it runs."""
     size_of.restype = ctypes.c_long
     return torch.empty(size_of(ctypes.byref(shape), *args), dtype=torch.uint8)
 
 
-def _at(tensor: Tensor) -> ctypes.c_void_p:
+def address_of(tensor: Tensor) -> ctypes.c_void_p:
+    """Where it begins. The caller keeps the tensor until the kernel is done: it knows addresses only."""
     return ctypes.c_void_p(tensor.data_ptr())
