@@ -31,6 +31,7 @@ from iternorm.models.fold.weights import (
     fold_into_previous_layer,
     fold_pointwise,
 )
+from iternorm.whitener.estimator import Whitener
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ __all__ = [
     "LazyIterNorm3d",
     "SmallBatchWarning",
     "SyncIterNorm",
+    "Whitener",
     "convert_batchnorm",
     "convert_sync_iternorm",
     "convert_to_batchnorm",
