@@ -18,7 +18,7 @@ ORDER = [
     ["solvers"],
     ["backends", "reference"],
     ["whitening"],
-    ["functional", "whitener"],
+    ["functional", "linalg", "whitener"],
     ["layers"],
     ["models"],
     ["report"],

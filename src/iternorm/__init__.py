@@ -1,6 +1,6 @@
 """Whitening normalization for PyTorch: the one list of public names."""
 
-from iternorm import functional, reference, solvers
+from iternorm import functional, linalg, reference, solvers
 from iternorm.layers.base import SmallBatchWarning
 from iternorm.layers.lazy import (
     LazyDecorrelatedBatchNorm1d,
@@ -68,6 +68,7 @@ __all__ = [
     "fold_pointwise",
     "freeze",
     "functional",
+    "linalg",
     "recalibrate",
     "reference",
     "solvers",
