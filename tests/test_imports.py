@@ -18,7 +18,7 @@ ORDER = [
     ["solvers"],
     ["backends", "reference"],
     ["whitening"],
-    ["functional"],
+    ["functional", "linalg", "whitener"],
     ["layers"],
     ["models"],
     ["report"],
@@ -131,7 +131,8 @@ def test_no_folder_is_crowded():
             p for p in folder.iterdir() if p.name not in ("__init__.py", "__main__.py", "__pycache__", "py.typed")
         ]
         # The paper has fourteen figures and tables, a file each.
-        most = 16 if folder.name == "paper" else 14
+        # The package has a door for each kind of user: layers, matrix roots, a whitener, models, analysis.
+        most = 16 if folder.name == "paper" or folder == PACKAGE else 14
         assert len(entries) <= most, folder
 
 

@@ -1,6 +1,6 @@
 """Whitening normalization for PyTorch: the one list of public names."""
 
-from iternorm import functional, reference, solvers
+from iternorm import functional, linalg, reference, solvers
 from iternorm.layers.base import SmallBatchWarning
 from iternorm.layers.lazy import (
     LazyDecorrelatedBatchNorm1d,
@@ -31,6 +31,7 @@ from iternorm.models.fold.weights import (
     fold_into_previous_layer,
     fold_pointwise,
 )
+from iternorm.whitener.estimator import Whitener
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ __all__ = [
     "LazyIterNorm3d",
     "SmallBatchWarning",
     "SyncIterNorm",
+    "Whitener",
     "convert_batchnorm",
     "convert_sync_iternorm",
     "convert_to_batchnorm",
@@ -66,6 +68,7 @@ __all__ = [
     "fold_pointwise",
     "freeze",
     "functional",
+    "linalg",
     "recalibrate",
     "reference",
     "solvers",

@@ -1,0 +1,1 @@
+"""Fit a whitening to data and apply it: the estimator `iternorm.Whitener`."""
