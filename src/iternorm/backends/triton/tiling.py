@@ -132,8 +132,8 @@ def tiles_for(kernel: str, layout: Layout, split: int, relu: bool = False) -> Ti
     tuning = HOPPER[kernel]
     up_to_64 = layout.padded <= LARGEST_NEWTON
     rules = tuning.up_to_64 if up_to_64 else tuning.wide if layout.wide else tuning.up_to_128
-    facts = (split, layout.rows, _few(layout), block_of(kernel, layout) > BLOCK)
-    tiles = next(rule.tiles for rule in rules if rule.suits(*facts))
+    double = block_of(kernel, layout) > BLOCK
+    tiles = next(rule.tiles for rule in rules if rule.suits(split, layout.rows, _few(layout), double))
     if up_to_64 and kernel.endswith("moments") and layout.samples * layout.num_groups < 2048 * tiles.samples:
         # Each program adds a partial matrix to be reduced: with few tiles for each, fewer programs are faster.
         tiles = tiles._replace(per_sm=1)
