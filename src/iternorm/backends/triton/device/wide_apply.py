@@ -1,7 +1,8 @@
 """Maps of groups too wide for one program: a program has a block of the output's channels, and a run of samples.
 
 For groups above 128 channels, and for smaller matrices that a GPU has no room for. Blocks are those of `wide_moments`;
-what `apply` does with matrices on chip is done here block by block, and a block is loaded for every tile.
+what `apply` does with matrices on chip is done here block by block, and a block is loaded for every tile. A launch is
+of a kernel here or of its counterpart there, with the same arguments.
 """
 
 # A checker takes the language of the kernels for Python.

@@ -2,7 +2,8 @@
 
 For groups above 128 channels. Their matrices are divided into blocks of `BC` channels; `BD` is the group size rounded
 up to full blocks. What `moments` does for other groups is done here block by block. Programs that read the same samples
-are launched next to each other, so that most of what they read is in the cache.
+are launched next to each other, so that most of what they read is in the cache. A launch is of a kernel here or of its
+counterpart there, with the same arguments.
 """
 
 # A checker takes the language of the kernels for Python.
