@@ -63,7 +63,9 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
             iterates += ("settle", *(iteration.WATCHED + name for name in ("step", "last_step", "pair", "last_pair")))
     for name in (*names, *iterates):
         launch = made.launches[name]
-        print(name, launch.constants.get("BL"), launch.constants.get("STAGES"), launch.prepared[0].metadata.shared)
+        bundle = launch.constants.get("TILE") or launch.constants.get("MATRICES")
+        samples, stages = getattr(bundle, "BL", None), getattr(bundle, "STAGES", None)
+        print(name, samples, stages, launch.prepared[0].metadata.shared)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,8 @@ def test_a_layer_in_smaller_tiles_is_the_same(limit, monkeypatch):
         """Where there is room for so many samples at a time."""
 
         def __init__(self, kernel, grid, pointers, floats, integers, specialized, constants, *more, **others):
-            wanted = constants.get("BL", 0) * constants.get("STAGES", 0) * constants.get("NEWTON_STAGES", 1)
+            tile, newton = constants.get("TILE"), constants.get("NEWTON")
+            wanted = 0 if tile is None else tile.BL * tile.STAGES * (1 if newton is None else newton.STAGES)
             if wanted > limit:
                 raise OutOfResources(wanted, limit, "shared memory")
             super().__init__(kernel, grid, pointers, floats, integers, specialized, constants, *more, **others)

@@ -173,7 +173,7 @@ def test_rounding_cannot_make_zca_diverge():
     for name in ("whiten", "whiten_backward"):
         for exact, expected in ((True, precision.jitter(0)), (False, 0.0)):
             found = plan.plan_for(x, None, None, 16, steps, None, exact).launches[name]
-            assert found.constants["JITTER"] == expected
+            assert expected == found.constants["NEWTON"].JITTER
 
 
 def test_zca_is_twice_differentiable_as_the_torch_path():
@@ -190,7 +190,7 @@ def test_zca_is_twice_differentiable_as_the_torch_path():
     ("count", "size", "num_iters"),
     [(2, 72, 5), (1, 128, 2), (3, 32, 3), (1, 33, 7), (2, 40, 1), (3, 9, 0), (1, 40, 24)],
 )
-def test_the_iteration_of_large_groups_equals_the_solver(count, size, num_iters, poisoned_memory):
+def test_the_iteration_in_launches_equals_the_solver(count, size, num_iters, poisoned_memory):
     factors = torch.randn(count, size, 4 * size, dtype=torch.float64)
     covariance = (factors @ factors.mT / (4 * size)).requires_grad_()
     expected = solvers.newton(covariance, num_iters)
@@ -214,7 +214,7 @@ def test_the_iteration_in_float16_parts(
     parts, budget, shape, group_size, num_iters, size, monkeypatch, poisoned_memory
 ):
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "newton_parts", lambda split, exact, steps: parts)
+    monkeypatch.setattr(plan, "newton_split", lambda split, exact, steps: precision.NewtonSplit(parts))
     layer = layer_for(shape, group_size=group_size, num_iters=num_iters)
     x = correlated(*shape, dtype=torch.float32).requires_grad_()
     y = layer(x)
@@ -440,7 +440,7 @@ def test_the_operators_keep_their_contracts():
     torch.library.opcheck(fused.backward_op, (grad, x, None, state, None, 8, 3, 1e-5, True, False, False))
 
 
-def test_the_operators_keep_their_contracts_in_blocks():
+def test_the_operators_keep_their_contracts_in_wide_groups():
     # Planes, which are turned for the kernels and must come back.
     x, grad, weight = *torch.randn(2, 4, 130, 3, 3).unbind(), torch.ones(130)
     # Of the tests that there are, those that do not trace: each run takes seconds here.

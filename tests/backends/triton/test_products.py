@@ -34,7 +34,7 @@ def test_parts_are_bfloat16_and_add_up(parts, bits):
     found = found[:parts]
     assert torch.equal(found.bfloat16().float(), found)
     assert ((found.double().sum(0) - x).abs() <= 2.0**-bits * x.abs()).all()
-    # Rounded and not cut off, so that what is left is of either sign.
+    # Rounded and not truncated, so that what is left is of either sign.
     assert ((found[0] - x).abs() <= 2.0**-8 * x.abs()).all()
 
 

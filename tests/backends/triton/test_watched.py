@@ -34,25 +34,22 @@ def _solve(
     whitening_ptr,
     result_ptr,
     BD: tl.constexpr,
-    T: tl.constexpr,
-    WATCHED: tl.constexpr,
+    NEWTON: tl.constexpr,
 ):
     group = tl.program_id(0)
     i = tl.arange(0, BD)[:, None]
     j = tl.arange(0, BD)[None, :]
     place = group * BD * BD + i * BD + j
-    kept_ptr += group * 2 * T * BD * BD
+    kept_ptr += group * NEWTON.STRIDE
     identity = tl.where(i == j, 1.0, 0.0)
     covariance = tl.load(covariance_ptr + place)
     gradient = tl.load(grad_ptr + place)
     trace = newton.total(covariance * identity)
-    z = newton.iterate(covariance, trace, identity, kept_ptr, True, BD, T, 0, WATCHED)
+    z = newton.iterate(covariance, trace, identity, kept_ptr, True, BD, NEWTON)
     whitening = z * tl.rsqrt(trace)
     tl.store(whitening_ptr + place, whitening)
     through_trace = 0.5 * newton.total(gradient * whitening)
-    result = newton.differentiate(
-        gradient, covariance, trace, through_trace, identity, kept_ptr, BD, T, 0, WATCHED, 1.0, 1
-    )
+    result = newton.differentiate(gradient, covariance, trace, through_trace, identity, kept_ptr, BD, NEWTON)
     tl.store(result_ptr + place, result / trace)
 
 
@@ -60,16 +57,9 @@ def on_chip(covariance, grad, num_iters):
     whitening, result = torch.empty_like(covariance), torch.empty_like(covariance)
     kept = covariance.new_empty(2 * num_iters * covariance.numel())
     size = covariance.shape[-1]
-    _solve[(2,)](
-        covariance,
-        grad,
-        kept,
-        whitening,
-        result,
-        BD=size,
-        T=num_iters,
-        WATCHED=tl.constexpr(precision.is_watched(num_iters)),
-    )
+    watched = precision.is_watched(num_iters)
+    steps = newton.Newton(T=num_iters, PARTS=0, WATCHED=watched, STRIDE=2 * num_iters * size**2, JITTER=0.0)
+    _solve[(2,)](covariance, grad, kept, whitening, result, BD=size, NEWTON=steps)
     return whitening, result
 
 
@@ -121,6 +111,6 @@ def test_zca_and_few_steps_are_not_watched():
     for num_iters, exact, watched in ((12, False, False), (13, False, True), (24, True, False)):
         found = plan.plan_for(x, None, None, 16, num_iters, None, exact)
         for name in ("whiten", "whiten_backward"):
-            assert found.launches[name].constants["WATCHED"] == watched
+            assert watched == found.launches[name].constants["NEWTON"].WATCHED
     assert settings.Settings(16, "newton", 1000, 1e-5).steps == settings.ZCA_STEPS == 24
     assert [precision.matrix_precision(2, steps) for steps in (12, 13)] == ["tf32", "tf32x3"]

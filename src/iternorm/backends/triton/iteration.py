@@ -13,14 +13,15 @@ import triton
 from torch import Tensor
 
 from iternorm import solvers
-from iternorm.backends.triton.device.ends import blend, finish, prepare, start
-from iternorm.backends.triton.device.steps import combine, differentiate, settle, symmetrize
+from iternorm.backends.triton.device.ends import finish, prepare, start
+from iternorm.backends.triton.device.running import Average, blend
+from iternorm.backends.triton.device.steps import Matrices, combine, differentiate, settle, symmetrize
 from iternorm.backends.triton.layout import slots_of
 from iternorm.backends.triton.precision import is_watched, matrix_precision, split_for
 from iternorm.backends.triton.runtime import Launch, Launches, given_to, on_device
 
 # Tiles of 32x32, so that there are enough to fill a GPU: 14 launches at N = 512 took 70 us, with 64x64 173 (H200).
-TILE, STAGES = 32, 3
+SIDE, STAGES = 32, 3
 # How the names of launches that multiply by the R of a watched step begin.
 WATCHED = "watched_"
 # What `combine` does beside its first product, by the name of the launch.
@@ -43,6 +44,10 @@ class RunningKey(NamedTuple):
     counted: bool = False  # whether batches are
     cumulative: bool = False
     is_covariance: bool = False
+
+    @property
+    def average(self) -> Average:
+        return Average(COUNT=self.counted, CUMULATIVE=self.cumulative, COVARIANCE=self.is_covariance)
 
 
 class Iteration:
@@ -74,7 +79,7 @@ class Iteration:
         weight: torch.dtype | None = None,
         running: RunningKey | None = None,
     ):
-        across = -(-stride // TILE)
+        across = -(-stride // SIDE)
         self._tiles = across * across
         # Every array of matrices begins at 16 bytes.
         self._step = -(-count * stride * stride // 4) * 4
@@ -83,11 +88,17 @@ class Iteration:
         self._weight, self._running = weight, running
         # On an H200 2 were faster for N = 512 (148 us backward against 191), 4 as fast or faster for 256 and 128.
         self._warps = 2 if stride >= 512 else 4
-        self._matrices = {"N": stride, "BLOCK": TILE, "WHOLE": stride % TILE == 0}
-        self._padded = {"PADDED": triton.next_power_of_2(stride)}
-        self._groups = {**self._matrices, "STEPS": min(num_iters, 2), "D": size, **self._padded}
-        self._products = {**self._matrices, "DEPTH": 64 if stride % 64 == 0 else 32, "STAGES": STAGES}
-        self._products["PRECISION"] = precision
+        self._matrices = Matrices(
+            N=stride,
+            D=size,
+            PADDED=int(triton.next_power_of_2(stride)),
+            SIDE=SIDE,
+            EVEN=stride % SIDE == 0,
+            STEPS=min(num_iters, 2),
+            DEPTH=64 if stride % 64 == 0 else 32,
+            STAGES=STAGES,
+            PRECISION=precision,
+        )
 
     @property
     def saved(self) -> int:
@@ -194,8 +205,8 @@ class Iteration:
             "prepare": self._prepare,
             "finish": self._finish,
             "differentiate": self._differentiate,
-            "symmetrize": lambda: self._launch(symmetrize, (torch.float32,) * 2, 0, self._matrices),
-            "settle": lambda: self._launch(settle, (torch.float32,) * 3, 0, self._matrices | self._padded),
+            "symmetrize": lambda: self._launch(symmetrize, (torch.float32,) * 2),
+            "settle": lambda: self._launch(settle, (torch.float32,) * 3),
             "blend": self._blend,
         }
         for name, wanted in COMBINATIONS.items():
@@ -205,50 +216,50 @@ class Iteration:
 
     def _start(self) -> Launch:
         fp32 = torch.float32
-        return self._launch(start, (fp32, *(fp32 if self._num_iters > 1 else None,) * 2, fp32), 1, self._groups)
+        pointers = (fp32, *(fp32 if self._num_iters > 1 else None,) * 2, fp32)
+        return self._launch(start, pointers, 1, (self._channels,))
 
     def _prepare(self) -> Launch:
         fp32 = torch.float32
         pointers = (*(fp32,) * 3, self._weight, None if self._weight is None else fp32, *(fp32,) * 3)
-        return self._launch(prepare, pointers, 1, {**self._groups, "AFFINE": self._weight is not None})
+        return self._launch(prepare, pointers, 1, (self._channels,), AFFINE=self._weight is not None)
 
     def _finish(self) -> Launch:
         tiles = min(triton.next_power_of_2(self._tiles), 1024)
-        return self._launch(finish, (torch.float32,) * 4, 2, {**self._groups, "TILES": tiles})
+        return self._launch(finish, (torch.float32,) * 4, 2, (self._channels,), TILES=tiles)
 
     def _differentiate(self) -> Launch:
-        words = self._products
-        if words["PRECISION"] == "tf32x3" and self._warps == 2:
+        matrices = self._matrices
+        if matrices.PRECISION == "tf32x3" and self._warps == 2:
             # At a depth of 64 two warps run out of registers (seen in the compiler's report, not timed).
-            words = {**words, "DEPTH": 32}
-        return self._launch(differentiate, (torch.float32,) * 4, 0, words)
+            matrices = matrices._replace(DEPTH=32)
+        return self._launch(differentiate, (torch.float32,) * 4, MATRICES=matrices)
 
     def _combine(self, wanted: tuple[str, ...], watched: bool) -> Launch:
         words = {word: word in wanted for word in ("SECOND", "ADDED", "SCALED", "SUMMED")}
         second, added, scaled, summed = words.values()
         present = (True, True, second, second, added, scaled, summed, summed, True)
         pointers = tuple(torch.float32 if there else None for there in present)
-        more = {"D": self._size, **words, "WATCHED": watched, **self._padded}
-        return self._launch(combine, pointers, 2, {**self._products, **more})
+        return self._launch(combine, pointers, 2, (), **words, WATCHED=watched)
 
-    def _launch(self, kernel, pointers: tuple, num_floats: int, constants: dict[str, Any]) -> Launch:
-        channels = (self._channels,) if "STEPS" in constants else ()
+    def _launch(self, kernel, pointers: tuple, num_floats: int = 0, integers: tuple = (), **constants: Any) -> Launch:
         grid = (self._tiles, self._count)
-        floats = (0.5,) * num_floats
-        return Launch(kernel, grid, pointers, floats, channels, (0,), constants, self._warps, self._device)
+        constants = {"MATRICES": self._matrices, **constants}
+        return Launch(kernel, grid, pointers, (0.5,) * num_floats, integers, (0,), constants, self._warps, self._device)
 
     def _blend(self) -> Launch:
         assert self._running is not None
         fp32, size, running = torch.float32, self._size, self._running
-        stride = self._matrices["N"] if running.is_covariance else size
+        counters = (torch.int64 if running.counted else None,) * 2
+        stride = self._matrices.N if running.is_covariance else size
         return Launch(
             blend,
-            ((-(-size // TILE)) ** 2, self._count),
-            (fp32, fp32, fp32, running.mean, running.matrix, *(torch.int64 if running.counted else None,) * 2),
+            ((-(-size // SIDE)) ** 2, self._count),
+            (fp32, fp32, fp32, running.mean, running.matrix, *counters),
             (0.1,),
             (self._channels,),
             (0,),
-            {"N": stride, "D": size, "BLOCK": TILE, "COUNT": running.counted, "CUMULATIVE": running.cumulative},
+            {"N": stride, "D": size, "SIDE": SIDE, "AVERAGE": running.average},
             self._warps,
             self._device,
         )

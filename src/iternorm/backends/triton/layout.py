@@ -99,7 +99,7 @@ def _is_rows(x: Tensor) -> bool:
 
 
 def padded_size(size: int) -> int:
-    """The tile that holds a group: a power of two, and at least what a matrix product takes; or whole blocks."""
+    """The tile that holds a group: a power of two, and at least what a matrix product takes; or full blocks."""
     if size > LARGEST_TILE:
         return -(-size // BLOCK) * BLOCK
     return max(16, 1 << (size - 1).bit_length())

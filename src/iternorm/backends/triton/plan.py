@@ -8,6 +8,8 @@ from triton import OutOfResources
 
 from iternorm.backends.triton.device.apply import apply_backward, apply_forward
 from iternorm.backends.triton.device.moments import partial_moments, reduce_moments
+from iternorm.backends.triton.device.newton import Newton
+from iternorm.backends.triton.device.tiles import Tile
 from iternorm.backends.triton.device.whiten import weight_gradient, whiten_backward, whiten_forward
 from iternorm.backends.triton.device.wide_apply import wide_apply, wide_apply_backward
 from iternorm.backends.triton.device.wide_moments import wide_moments, wide_reduce
@@ -154,45 +156,57 @@ class Plan:
         constants: dict[str, Any],
         sums: bool = False,
         floats: tuple = (),
+        block: int | None = None,
         blocks: int = 1,
     ) -> Launch:
-        """A kernel that goes over the activation.
+        """A kernel that goes over the activation; of a wide group, so many blocks, each of `block` channels.
 
         Its tiles are chosen for an H200. A GPU that has less shared memory shows it when the kernel is compiled.
         """
         tiles = self._tiles(kernel)
         while True:
             try:
-                launch = self._in_tiles(tiles, kernel, function, pointers, constants, sums, floats, blocks)
+                launch = self._in_tiles(tiles, kernel, function, pointers, constants, sums, floats, block, blocks)
                 break
             except OutOfResources:
                 smaller = tiles.smaller()
                 if smaller is None:
                     raise
                 tiles = smaller
-                if "NEWTON_STAGES" in constants:
-                    constants = {**constants, "NEWTON_STAGES": max(1, constants["NEWTON_STAGES"] - 1)}
+                if "NEWTON" in constants:
+                    newton = constants["NEWTON"]
+                    constants = {**constants, "NEWTON": newton._replace(STAGES=max(1, newton.STAGES - 1))}
         self._chosen[kernel] = tiles
         return launch
 
-    def _in_tiles(self, tiles: Tiles, kernel: str, function, pointers, constants, sums, floats, blocks) -> Launch:
+    def _in_tiles(
+        self, tiles: Tiles, kernel: str, function, pointers, constants, sums, floats, block, blocks
+    ) -> Launch:
         layout = self.layout
         # One more than there are shares of the samples writes what is kept.
         keepers = int(kernel == "whiten")
         count, each = programs(layout, tiles, self._num_sms, keepers, blocks)
         self._shares[kernel] = count
         integers = (layout.samples, layout.channels, layout.length, each, *((count,) if sums else ()))
-        common = {"D": layout.group_size, "BD": layout.padded, "BL": tiles.samples, "ROWS": layout.rows}
-        last = {"PARTS": int(self.key.split), "BIG": layout.int64, "WHOLE": layout.even, "STAGES": tiles.stages}
-        grid = (count * blocks + keepers, layout.num_groups)
+        tile = Tile(
+            D=layout.group_size,
+            BD=layout.padded,
+            BC=layout.padded if block is None else block,
+            BL=tiles.samples,
+            ROWS=layout.rows,
+            PARTS=int(self.key.split),
+            INT64=layout.int64,
+            EVEN=layout.even,
+            STAGES=tiles.stages,
+        )
         return Launch(
             function,
-            grid,
+            (count * blocks + keepers, layout.num_groups),
             pointers,
             floats,
             integers,
             (1, 2),
-            {**common, **constants, **last},
+            {"TILE": tile, **constants},
             tiles.warps,
             self.key.device,
             # Two programs of the moments fit one multiprocessor where one is meant to have it: as a dependent launch,
@@ -211,7 +225,7 @@ class Plan:
         block = block_of(name, self.layout)
         across = self.layout.padded // block
         pairs = across**2 if backward else across * (across + 1) // 2
-        return self._passes(name, wide_moments, pointers, {"BC": block, **constants}, True, blocks=pairs)
+        return self._passes(name, wide_moments, pointers, constants, True, block=block, blocks=pairs)
 
     def _cross_moments(self) -> Launch:
         return self._moments(backward=True)
@@ -228,7 +242,7 @@ class Plan:
         integers = (layout.samples, layout.channels, count, each)
         if self.layout.wide:
             grid = ((layout.padded // 32) ** 2, layout.num_groups)
-            words = {**common, "BC": BLOCK, "BLOCK": 32, "PB": min(8, 1 << (count - 1).bit_length())}
+            words = {**common, "BC": BLOCK, "SIDE": 32, "PB": min(8, 1 << (count - 1).bit_length())}
             return Launch(wide_reduce, grid, pointers, (), integers, (1,), words, 4, self.key.device)
         # All partials of a row at once where they are few enough: a loop waits for the memory at every turn.
         block = max(16, min(256, 1 << (count - 1).bit_length()))
@@ -243,17 +257,14 @@ class Plan:
         dtype, weight, bias, fp32 = self.key.dtype, self.key.weight, self.key.bias, torch.float32
         running = self.key.running or RunningKey()
         constants = {
+            "NEWTON": self._newton,
+            "AVERAGE": None if self.key.running is None else running.average,
             "WEIGHT": weight is not None,
             "BIAS": bias is not None,
-            "RUNNING": self.key.running is not None,
-            "COUNT": running.counted,
-            "CUMULATIVE": running.cumulative,
-            "RUNNING_COVARIANCE": running.is_covariance,
             "RELU": self.key.relu,
         }
         pointers = (dtype, dtype, *(fp32,) * 4, self.kept, weight, bias, running.mean, running.matrix)
         counters = (torch.int64 if running.counted else None,) * 2
-        constants = {**self._steps, **constants, **self._products}
         return self._passes("whiten", whiten_forward, (*pointers, *counters), constants, floats=(0.1, 0.1))
 
     def _whiten_backward(self) -> Launch:
@@ -261,16 +272,11 @@ class Plan:
         activations = (dtype, dtype, dtype if self.key.relu else None, dtype)
         pointers = (*activations, *(fp32,) * 4, self.kept, fp32, weight, None if weight is None else fp32)
         in_half = self.newton_split in (NewtonSplit.ONE_HALF, NewtonSplit.TWO_HALVES)
+        largest = newton_range(self.key.num_iters) if in_half else 1.0
         # Of matrices on their way: as many as leave room for the programs of a multiprocessor.
         stages = 3 if self.newton_split <= (2 if self._tiles("whiten_backward").per_sm == 1 else 1) else 2
-        constants = {
-            **self._steps,
-            "LARGEST": newton_range(self.key.num_iters) if in_half else 1.0,
-            "WEIGHT": weight is not None,
-            "RELU": self.key.relu,
-            **self._products,
-            "NEWTON_STAGES": stages,
-        }
+        newton = self._newton._replace(LARGEST=largest, STAGES=stages)
+        constants = {"NEWTON": newton, "WEIGHT": weight is not None, "RELU": self.key.relu}
         return self._passes("whiten_backward", whiten_backward, pointers, constants, floats=(0.1,))
 
     def _weight_gradient(self) -> Launch:
@@ -298,29 +304,24 @@ class Plan:
             except OutOfResources:
                 if self.layout.padded < LARGEST_TILE:
                     raise
-        words, blocks = {"BC": BLOCK, **constants}, self.layout.padded // BLOCK
-        return self._passes(name, by_block, pointers, words, blocks=blocks)
+        return self._passes(name, by_block, pointers, constants, block=BLOCK, blocks=self.layout.padded // BLOCK)
 
     @property
-    def _steps(self) -> dict[str, Any]:
-        return {"T": self.key.num_iters, "STRIDE": self._kept_stride}
-
-    @property
-    def _products(self) -> dict[str, Any]:
-        exact, split = self.key.exact, self.key.split
-        # ZCA's variances are raised, which keeps its eigenvalues positive.
-        watched = is_watched(self.key.num_iters) and not exact
-        return {"JITTER": jitter(split) if exact else 0.0, "NEWTON": int(self.newton_split), "WATCHED": watched}
+    def _newton(self) -> Newton:
+        key = self.key
+        return Newton(
+            T=key.num_iters,
+            PARTS=int(self.newton_split),
+            # ZCA's variances are raised, which keeps its eigenvalues positive.
+            WATCHED=is_watched(key.num_iters) and not key.exact,
+            STRIDE=slots_of(key.num_iters) * self.layout.padded**2 * max(self.newton_split, 1),
+            JITTER=jitter(key.split) if key.exact else 0.0,
+        )
 
     @property
     def kept(self) -> torch.dtype:
         """What the iteration keeps its matrices in."""
         return self.newton_split.dtype if self.iteration is None else torch.float32
-
-    @property
-    def _kept_stride(self) -> int:
-        """From a group's kept matrices to the next one's."""
-        return slots_of(self.key.num_iters) * self.layout.padded**2 * max(self.newton_split, 1)
 
     def workspace(self, x: Tensor, name: str) -> Tensor:
         """Room for two matrices a group, and for the partial sums of all programs and later the iteration's own.

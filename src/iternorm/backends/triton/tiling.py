@@ -58,6 +58,13 @@ class Tuning:
 
 
 ONE, TWO, THREE = Split.ONE_PART, Split.TWO_PARTS, Split.THREE_PARTS
+# TF32's rows and three parts take smaller tiles.
+_APPLIED_64 = (
+    Rule(Tiles(128, 4, 4, 2), ONE),
+    Rule(Tiles(64, 4, 4, 2), THREE),
+    Rule(Tiles(64, 4, 4, 2), rows=True),
+    Rule(Tiles(128, 4, 3, 2)),
+)
 # Matrices of 128x128 leave room for few samples.
 _BESIDE_128 = (Rule(Tiles(64, 8, 2, 1), ONE), Rule(Tiles(32, 8, 2, 1)))
 # Three parts of such a matrix ask for more shared memory than there is: it is applied in blocks.
@@ -76,25 +83,14 @@ HOPPER = {
         wide=(Rule(Tiles(64, 8, 3, 1), double=True), Rule(Tiles(64, 4, 3, 2))),
     ),
     "whiten": Tuning(
-        why="two programs hide each other's iteration; TF32's rows and three parts take smaller tiles",
-        up_to_64=(
-            Rule(Tiles(64, 4, 4, 2), ONE, few=True),
-            Rule(Tiles(128, 4, 4, 2), ONE),
-            Rule(Tiles(64, 4, 4, 2), THREE),
-            Rule(Tiles(64, 4, 4, 2), rows=True),
-            Rule(Tiles(128, 4, 3, 2)),
-        ),
+        why="two programs hide each other's iteration; smaller tiles where there are few samples",
+        up_to_64=(Rule(Tiles(64, 4, 4, 2), ONE, few=True), *_APPLIED_64),
         up_to_128=(),
         wide=(),
     ),
     "apply": Tuning(
         why="as `whiten`, without its iteration",
-        up_to_64=(
-            Rule(Tiles(128, 4, 4, 2), ONE),
-            Rule(Tiles(64, 4, 4, 2), THREE),
-            Rule(Tiles(64, 4, 4, 2), rows=True),
-            Rule(Tiles(128, 4, 3, 2)),
-        ),
+        up_to_64=_APPLIED_64,
         up_to_128=_APPLIED_128,
         wide=(Rule(Tiles(128, 4, 3, 2), ONE), Rule(Tiles(64, 4, 3, 2))),
     ),
@@ -132,8 +128,8 @@ def tiles_for(kernel: str, layout: Layout, split: int, relu: bool = False) -> Ti
     tuning = HOPPER[kernel]
     up_to_64 = layout.padded <= LARGEST_NEWTON
     rules = tuning.up_to_64 if up_to_64 else tuning.wide if layout.wide else tuning.up_to_128
-    facts = (split, layout.rows, _few(layout), block_of(kernel, layout) > BLOCK)
-    tiles = next(rule.tiles for rule in rules if rule.suits(*facts))
+    double = block_of(kernel, layout) > BLOCK
+    tiles = next(rule.tiles for rule in rules if rule.suits(split, layout.rows, _few(layout), double))
     if up_to_64 and kernel.endswith("moments") and layout.samples * layout.num_groups < 2048 * tiles.samples:
         # Each program adds a partial matrix to be reduced: with few tiles for each, fewer programs are faster.
         tiles = tiles._replace(per_sm=1)

@@ -6,7 +6,7 @@ through the same rounded matrix.
 """
 
 # A checker takes the language of the kernels for Python.
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 
@@ -15,14 +15,34 @@ from iternorm.backends.triton.device.tiles import (
     along_channels,
     channels_of,
     follow,
+    full_until,
     load_tile,
+    load_vector,
+    matrix_of,
     passed,
+    rectified,
     sample_offsets,
+    share_of,
     shifted,
     store_tile,
-    tile_pointers,
     zero_tile,
 )
+
+
+@triton.jit
+def as_operand(matrix, TILE: tl.constexpr):
+    """A matrix as `on_channels` takes it: rounded for one part, transposed where tiles are rows."""
+    if TILE.PARTS == 1:
+        matrix = matrix.to(tl.bfloat16)
+    if TILE.ROWS:
+        matrix = tl.trans(matrix)
+    return matrix
+
+
+@triton.jit
+def rounded_on(matrix, vector):
+    """The matrix, rounded as in products of one part, times a vector."""
+    return tl.sum(matrix.to(tl.bfloat16).to(tl.float32) * vector[None, :], 1)
 
 
 @triton.jit
@@ -38,30 +58,18 @@ def forward_tile(
     valid,
     C,
     L,
-    BD: tl.constexpr,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIG: tl.constexpr,
+    TILE: tl.constexpr,
     FULL: tl.constexpr,
-    WHOLE: tl.constexpr,
     RELU: tl.constexpr,
 ):
-    samples = sample_offsets(start, L, C, BL, ROWS, BIG)
-    x = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
-    y = zero_tile(BD, BL, ROWS)
-    if PARTS == 1:
-        if ROWS:
-            y = tl.dot(x, matrix, y)
-        else:
-            y = tl.dot(matrix, x, y)
-    else:
-        y = on_channels(matrix, shifted(x, mean, start, last, valid, BL, ROWS, FULL), y, ROWS, PARTS)
-    y += along_channels(offset, ROWS)
-    if RELU:
-        # A NaN stays one.
-        y = tl.where(y < 0, 0.0, y)
-    store_tile(tile_pointers(y_ptr, samples, channels, ROWS), y, start, last, valid, BL, ROWS, FULL, WHOLE)
+    samples = sample_offsets(start, L, C, TILE)
+    x = load_tile(x_ptr, samples, channels, start, last, valid, TILE, FULL)
+    y = zero_tile(TILE)
+    if TILE.PARTS != 1:
+        x = shifted(x, mean, start, last, valid, TILE, FULL)
+    y = on_channels(matrix, x, y, TILE.ROWS, TILE.PARTS)
+    y = rectified(y + along_channels(offset, TILE.ROWS), RELU)
+    store_tile(y_ptr, samples, channels, y, start, last, valid, TILE, FULL)
 
 
 @triton.jit
@@ -78,37 +86,21 @@ def forward_tiles(
     M,
     C,
     L,
-    BD: tl.constexpr,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIG: tl.constexpr,
-    WHOLE: tl.constexpr,
+    TILE: tl.constexpr,
     RELU: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """y = matrix (x - mean) + offset over a program's share of the tiles."""
-    if PARTS == 1:
-        rounded = matrix.to(tl.bfloat16)
-        offset -= tl.sum(rounded.to(tl.float32) * mean[None, :], 1)
-    else:
-        rounded = matrix
-    if ROWS:
-        rounded = tl.trans(rounded)
-    first = program * tiles_per_program * BL
+    if TILE.PARTS == 1:
+        offset -= rounded_on(matrix, mean)
+    operand = as_operand(matrix, TILE)
+    first, last = share_of(program, tiles_per_program, M, TILE)
     # A program may have no share.
-    last = tl.maximum(tl.minimum(first + tiles_per_program * BL, M), first)
-    middle = first + (last - first) // BL * BL
-    for start in tl.range(first, middle, BL, num_stages=STAGES):
-        forward_tile(
-            x_ptr, y_ptr, start, last, rounded, mean, offset, channels, valid,
-            C, L, BD, BL, ROWS, PARTS, BIG, True, WHOLE, RELU,
-        )  # fmt: skip
+    last = tl.maximum(last, first)
+    middle = full_until(first, last, TILE)
+    for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
+        forward_tile(x_ptr, y_ptr, start, last, operand, mean, offset, channels, valid, C, L, TILE, True, RELU)
     if middle < last:
-        forward_tile(
-            x_ptr, y_ptr, middle, last, rounded, mean, offset, channels, valid,
-            C, L, BD, BL, ROWS, PARTS, BIG, False, WHOLE, RELU,
-        )  # fmt: skip
+        forward_tile(x_ptr, y_ptr, middle, last, operand, mean, offset, channels, valid, C, L, TILE, False, RELU)
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program"])
@@ -123,39 +115,26 @@ def apply_forward(
     C,
     L,
     tiles_per_program,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     RELU: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIG: tl.constexpr,
-    WHOLE: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y = diag(γ) W (x - μ) + β (math.md, Eq. 1), and what is positive of it with an activation."""
+    D: tl.constexpr = TILE.D
     program = tl.program_id(0)
     group = tl.program_id(1)
-    features, valid, channels = channels_of(group, C, L, D, BD, ROWS)
-    i = tl.arange(0, BD)[:, None]
-    j = tl.arange(0, BD)[None, :]
+    features, valid, channels = channels_of(group, C, L, TILE)
+    i, j, inside = matrix_of(TILE)
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0).to(tl.float32)
-    offset = tl.zeros([BD], dtype=tl.float32)
-    if BIAS:
-        offset = tl.load(bias_ptr + features, mask=valid, other=0.0).to(tl.float32)
-    if WEIGHT:
-        weight = tl.load(weight_ptr + features, mask=valid, other=0.0).to(tl.float32)
+    offset = load_vector(bias_ptr, features, valid, BIAS, 0.0)
+    weight = load_vector(weight_ptr, features, valid, WEIGHT, 1.0)
     follow(PDL)
-    matrix = tl.load(whitening_ptr + group * D * D + i * D + j, mask=(i < D) & (j < D), other=0.0).to(tl.float32)
+    matrix = tl.load(whitening_ptr + group * D * D + i * D + j, mask=inside, other=0.0).to(tl.float32)
     if WEIGHT:
         matrix = matrix * weight[:, None]
-    forward_tiles(
-        x_ptr, y_ptr, matrix, mean, offset, channels, valid, program, tiles_per_program, M, C, L,
-        BD, BL, ROWS, PARTS, BIG, WHOLE, RELU, STAGES,
-    )  # fmt: skip
+    forward_tiles(x_ptr, y_ptr, matrix, mean, offset, channels, valid, program, tiles_per_program, M, C, L, TILE, RELU)
 
 
 @triton.jit
@@ -174,32 +153,23 @@ def backward_tile(
     valid,
     C,
     L,
-    BD: tl.constexpr,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIG: tl.constexpr,
+    TILE: tl.constexpr,
     FULL: tl.constexpr,
-    WHOLE: tl.constexpr,
     RELU: tl.constexpr,
 ):
-    samples = sample_offsets(start, L, C, BL, ROWS, BIG)
-    grad = load_tile(tile_pointers(grad_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
-    grad = passed(grad, output_ptr, samples, channels, start, last, valid, BL, ROWS, FULL, WHOLE, RELU)
-    x = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
-    dx = zero_tile(BD, BL, ROWS)
-    if PARTS == 1:
-        if ROWS:
-            dx = tl.dot(grad, first_matrix, dx)
-            dx = tl.dot(x, second_matrix, dx)
-        else:
-            dx = tl.dot(first_matrix, grad, dx)
-            dx = tl.dot(second_matrix, x, dx)
-    else:
-        dx = on_channels(first_matrix, grad.to(tl.float32), dx, ROWS, PARTS)
-        dx = on_channels(second_matrix, shifted(x, mean, start, last, valid, BL, ROWS, FULL), dx, ROWS, PARTS)
-    dx += along_channels(offset, ROWS)
-    store_tile(tile_pointers(dx_ptr, samples, channels, ROWS), dx, start, last, valid, BL, ROWS, FULL, WHOLE)
+    samples = sample_offsets(start, L, C, TILE)
+    grad = load_tile(grad_ptr, samples, channels, start, last, valid, TILE, FULL)
+    grad = passed(grad, output_ptr, samples, channels, start, last, valid, TILE, FULL, RELU)
+    x = load_tile(x_ptr, samples, channels, start, last, valid, TILE, FULL)
+    dx = zero_tile(TILE)
+    if TILE.PARTS != 1:
+        grad = grad.to(tl.float32)
+    dx = on_channels(first_matrix, grad, dx, TILE.ROWS, TILE.PARTS)
+    if TILE.PARTS != 1:
+        x = shifted(x, mean, start, last, valid, TILE, FULL)
+    dx = on_channels(second_matrix, x, dx, TILE.ROWS, TILE.PARTS)
+    dx += along_channels(offset, TILE.ROWS)
+    store_tile(dx_ptr, samples, channels, dx, start, last, valid, TILE, FULL)
 
 
 @triton.jit
@@ -219,38 +189,25 @@ def backward_tiles(
     M,
     C,
     L,
-    BD: tl.constexpr,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIG: tl.constexpr,
-    WHOLE: tl.constexpr,
+    TILE: tl.constexpr,
     RELU: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """dx = first dy + second (x - mean) + offset over a program's share of the tiles."""
-    if PARTS == 1:
-        first_rounded = first_matrix.to(tl.bfloat16)
-        second_rounded = second_matrix.to(tl.bfloat16)
-        offset -= tl.sum(second_rounded.to(tl.float32) * mean[None, :], 1)
-    else:
-        first_rounded = first_matrix
-        second_rounded = second_matrix
-    if ROWS:
-        first_rounded = tl.trans(first_rounded)
-        second_rounded = tl.trans(second_rounded)
-    first = program * tiles_per_program * BL
-    last = tl.minimum(first + tiles_per_program * BL, M)
-    middle = first + (last - first) // BL * BL
-    for start in tl.range(first, middle, BL, num_stages=STAGES):
+    of_grad = as_operand(first_matrix, TILE)
+    of_x = as_operand(second_matrix, TILE)
+    if TILE.PARTS == 1:
+        offset -= rounded_on(second_matrix, mean)
+    first, last = share_of(program, tiles_per_program, M, TILE)
+    middle = full_until(first, last, TILE)
+    for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
         backward_tile(
-            grad_ptr, x_ptr, output_ptr, dx_ptr, start, last, first_rounded, second_rounded, mean, offset, channels,
-            valid, C, L, BD, BL, ROWS, PARTS, BIG, True, WHOLE, RELU,
+            grad_ptr, x_ptr, output_ptr, dx_ptr, start, last, of_grad, of_x, mean, offset, channels, valid, C, L,
+            TILE, True, RELU,
         )  # fmt: skip
     if middle < last:
         backward_tile(
-            grad_ptr, x_ptr, output_ptr, dx_ptr, middle, last, first_rounded, second_rounded, mean, offset, channels,
-            valid, C, L, BD, BL, ROWS, PARTS, BIG, False, WHOLE, RELU,
+            grad_ptr, x_ptr, output_ptr, dx_ptr, middle, last, of_grad, of_x, mean, offset, channels, valid, C, L,
+            TILE, False, RELU,
         )  # fmt: skip
 
 
@@ -269,26 +226,20 @@ def apply_backward(
     C,
     L,
     tiles_per_program,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     WEIGHT: tl.constexpr,
     RELU: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIG: tl.constexpr,
-    WHOLE: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """dx = Aᵀ dy + B (x - μ) - Aᵀ Σdy / m (math.md, Eq. 23); dy where the output is positive with an activation."""
+    D: tl.constexpr = TILE.D
+    BD: tl.constexpr = TILE.BD
     program = tl.program_id(0)
     group = tl.program_id(1)
-    features, valid, channels = channels_of(group, C, L, D, BD, ROWS)
-    i = tl.arange(0, BD)[:, None]
-    j = tl.arange(0, BD)[None, :]
+    features, valid, channels = channels_of(group, C, L, TILE)
+    i, j, inside = matrix_of(TILE)
     # Row i of Aᵀ: column i of W, scaled by γ of the output channel.
-    first_matrix = tl.load(whitening_ptr + group * D * D + j * D + i, mask=(i < D) & (j < D), other=0.0)
+    first_matrix = tl.load(whitening_ptr + group * D * D + j * D + i, mask=inside, other=0.0)
     if WEIGHT:
         weight = tl.load(weight_ptr + features, mask=valid, other=0.0).to(tl.float32)
         first_matrix = first_matrix * weight[None, :]
@@ -299,5 +250,5 @@ def apply_backward(
     second_matrix = tl.load(second_ptr + group * BD * BD + i * BD + j)
     backward_tiles(
         grad_ptr, x_ptr, output_ptr, dx_ptr, first_matrix, second_matrix, mean, offset, channels, valid, program,
-        tiles_per_program, M, C, L, BD, BL, ROWS, PARTS, BIG, WHOLE, RELU, STAGES,
+        tiles_per_program, M, C, L, TILE, RELU,
     )  # fmt: skip

@@ -5,7 +5,7 @@ needed and two runs give the same bits. A second, small kernel adds the partials
 """
 
 # A checker takes the language of the kernels for Python.
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 
@@ -13,12 +13,42 @@ from iternorm.backends.triton.device.products import in_parts, split_dot
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,
+    full_until,
     load_tile,
+    over_samples,
     passed,
     sample_offsets,
+    share_of,
     shifted,
-    tile_pointers,
+    zero_tile,
 )
+
+
+@triton.jit
+def outer_product(a, x, gram, TILE: tl.constexpr):
+    """gram + Σ a xᵀ over the samples of two tiles.
+
+    Tensor cores truncate what they add to: in three parts they add up a tile alone, and the tiles are added outside,
+    where sums are rounded.
+    """
+    left, right = a, x
+    if TILE.ROWS:
+        left = tl.trans(a)
+    else:
+        right = tl.trans(x)
+    if TILE.PARTS == 3:
+        gram += split_dot(left, right, tl.zeros_like(gram), TILE.PARTS)
+    else:
+        gram = split_dot(left, right, gram, TILE.PARTS)
+    return gram
+
+
+@triton.jit
+def rounded_pilot(pilot, TILE: tl.constexpr):
+    """A pilot as it is subtracted: a bfloat16 value less a bfloat16 shift rounds to bfloat16 with little loss."""
+    if TILE.PARTS == 1:
+        pilot = pilot.to(tl.bfloat16).to(tl.float32)
+    return pilot
 
 
 @triton.jit
@@ -37,63 +67,43 @@ def gram_tile(
     gram,
     mixed,
     total,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     SELF: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIG: tl.constexpr,
     FULL: tl.constexpr,
-    WHOLE: tl.constexpr,
     RELU: tl.constexpr,
 ):
     """Add one tile to Σ a xᵀ and Σ a. With a = x, products of unlike parts are kept once, in `mixed`.
 
-    The program's `first` tile gives the shift of a = x. Tensor cores cut off what they add to: in three parts they add
-    up a tile alone, and the tiles are added outside, where sums are rounded.
+    The program's `first` tile gives the shift of a = x.
     """
-    samples = sample_offsets(start, L, C, BL, ROWS, BIG)
-    tile = load_tile(tile_pointers(x_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
+    samples = sample_offsets(start, L, C, TILE)
+    tile = load_tile(x_ptr, samples, channels, start, last, valid, TILE, FULL)
     if SELF:
         if start == first:
-            count = tl.minimum(last - first, BL).to(tl.float32)
-            shift = tl.sum(tile.to(tl.float32), 0 if ROWS else 1) / count
-            if PARTS == 1:
-                # A bfloat16 value less a bfloat16 shift rounds to bfloat16 with little loss.
-                shift = shift.to(tl.bfloat16).to(tl.float32)
-    x = shifted(tile, shift, start, last, valid, BL, ROWS, FULL)
+            count = tl.minimum(last - first, TILE.BL).to(tl.float32)
+            shift = rounded_pilot(over_samples(tile.to(tl.float32), TILE.ROWS) / count, TILE)
+    x = shifted(tile, shift, start, last, valid, TILE, FULL)
     if SELF:
         total += x
-        if PARTS < 2:
-            if ROWS:
-                gram = split_dot(tl.trans(x), x, gram, PARTS)
-            else:
-                gram = split_dot(x, tl.trans(x), gram, PARTS)
+        if TILE.PARTS < 2:
+            gram = outer_product(x, x, gram, TILE)
         else:
-            x1, x2, x3 = in_parts(x, PARTS)
-            if ROWS:
+            x1, x2, x3 = in_parts(x, TILE.PARTS)
+            if TILE.ROWS:
                 left1, right1, left2, right2, right3 = tl.trans(x1), x1, tl.trans(x2), x2, x3
             else:
                 left1, right1, left2, right2, right3 = x1, tl.trans(x1), x2, tl.trans(x2), tl.trans(x3)
             mixed = tl.dot(left1, right2, mixed)
-            if PARTS == 3:
+            if TILE.PARTS == 3:
                 mixed = tl.dot(left1, right3, mixed)
                 gram += tl.dot(left1, right1, tl.dot(left2, right2))
             else:
                 gram = tl.dot(left1, right1, gram)
     else:
-        a = load_tile(tile_pointers(a_ptr, samples, channels, ROWS), start, last, valid, BL, ROWS, FULL, WHOLE)
-        a = a.to(tl.float32)
-        a = passed(a, output_ptr, samples, channels, start, last, valid, BL, ROWS, FULL, WHOLE, RELU)
+        a = load_tile(a_ptr, samples, channels, start, last, valid, TILE, FULL).to(tl.float32)
+        a = passed(a, output_ptr, samples, channels, start, last, valid, TILE, FULL, RELU)
         total += a
-        left, right = a, x
-        if ROWS:
-            left = tl.trans(a)
-        else:
-            right = tl.trans(x)
-        if PARTS == 3:
-            gram += split_dot(left, right, tl.zeros_like(gram), PARTS)
-        else:
-            gram = split_dot(left, right, gram, PARTS)
+        gram = outer_product(a, x, gram, TILE)
     return gram, mixed, total, shift
 
 
@@ -109,16 +119,9 @@ def partial_moments(
     L,
     tiles_per_program,
     num_programs,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     SELF: tl.constexpr,
     RELU: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIG: tl.constexpr,
-    WHOLE: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Σ a and Σ a (x - shift)ᵀ over a run of tiles.
@@ -126,14 +129,13 @@ def partial_moments(
     Forward (`SELF`): a is x - shift too, and the shift is the mean of the program's own first tile, so that a large
     mean costs no accuracy (math.md, Eq. 4). Backward: a is dy, and the shift is the mean of the batch (Eq. 21); with an
     activation (`RELU`), dy where the output of the layer is positive.
-    `WHOLE` says that every group fills its tile: no channel is masked.
     """
+    BD: tl.constexpr = TILE.BD
     program = tl.program_id(0)
     group = tl.program_id(1)
     index = tl.arange(0, BD)
-    features, valid, channels = channels_of(group, C, L, D, BD, ROWS)
-    first = program * tiles_per_program * BL
-    last = tl.minimum(first + tiles_per_program * BL, M)
+    features, valid, channels = channels_of(group, C, L, TILE)
+    first, last = share_of(program, tiles_per_program, M, TILE)
     if not SELF:
         shift = tl.load(mean_ptr + features, mask=valid, other=0.0)
     follow(PDL)
@@ -142,23 +144,20 @@ def partial_moments(
         shift = tl.zeros([BD], dtype=tl.float32)
     gram = tl.zeros([BD, BD], dtype=tl.float32)
     mixed = tl.zeros([BD, BD], dtype=tl.float32)
-    if ROWS:
-        total = tl.zeros([BL, BD], dtype=tl.float32)
-    else:
-        total = tl.zeros([BD, BL], dtype=tl.float32)
-    middle = first + (last - first) // BL * BL
-    for start in tl.range(first, middle, BL, num_stages=STAGES):
+    total = zero_tile(TILE)
+    middle = full_until(first, last, TILE)
+    for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
         gram, mixed, total, shift = gram_tile(
             a_ptr, x_ptr, output_ptr, start, first, last, shift, channels, valid, C, L, gram, mixed, total,
-            BL, ROWS, SELF, PARTS, BIG, True, WHOLE, RELU,
+            TILE, SELF, True, RELU,
         )  # fmt: skip
     if middle < last:
         gram, mixed, total, shift = gram_tile(
             a_ptr, x_ptr, output_ptr, middle, first, last, shift, channels, valid, C, L, gram, mixed, total,
-            BL, ROWS, SELF, PARTS, BIG, False, WHOLE, RELU,
+            TILE, SELF, False, RELU,
         )  # fmt: skip
     if SELF:
-        if PARTS > 1:
+        if TILE.PARTS > 1:
             gram += mixed + tl.trans(mixed)
 
     slot = group * num_programs + program
@@ -166,7 +165,7 @@ def partial_moments(
     columns = tl.arange(0, BD)
     tl.store(workspace_ptr + slot * BD * BD + index[:, None] * BD + columns[None, :], gram)
     sums = workspace_ptr + slots * BD * BD + slot * BD
-    tl.store(sums + index, tl.sum(total, 0 if ROWS else 1))
+    tl.store(sums + index, over_samples(total, TILE.ROWS))
     if SELF:
         tl.store(sums + slots * BD + index, shift)
 

@@ -5,7 +5,7 @@ R <- 9/4 R - 3/2 R² + 1/4 R³. R is small in the first steps, so rounding of it
 forward keeps the R and Z of its steps, which spares the backward the forward's products. Matrices are ``[BD, BD]``,
 zero beyond the group.
 
-Products are of matrices in parts (`PARTS`, chosen by `layout.newton_parts`): one float16, which has the bits of a TF32
+Products are of matrices in parts (`PARTS`, see `precision.NewtonSplit`): one float16, which has the bits of a TF32
 and takes half its time; two, or three of bfloat16, for fp32's accuracy; 0 is a product in fp32, for the interpreter. A
 float16 product of a matrix takes it from the registers that the product before left it in. What is kept is the parts:
 the backward's products take them from shared memory as they come.
@@ -15,35 +15,31 @@ section 3, "Many steps").
 """
 
 # A checker takes the language of the kernels for Python.
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportUnboundVariable=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportUnboundVariable=false, reportAttributeAccessIssue=false
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.products import above, dot_of_parts, in_parts
 
 
-@triton.jit
-def finite(x):
-    """Neither infinite nor NaN."""
-    return tl.abs(x) <= 3.4028234663852886e38
+class Newton(NamedTuple):
+    """The iteration of a group: the constants that a kernel is compiled for."""
+
+    T: int  # steps
+    PARTS: int  # how products are split, see `precision.NewtonSplit`
+    WATCHED: bool  # whether it stops where the trace of R falls
+    STRIDE: int  # from a group's kept matrices to the next one's
+    JITTER: float  # added to the variances, relative to each, see `precision.jitter`
+    LARGEST: float = 1.0  # what the backward scales the largest entry of a gradient to, see `precision.newton_range`
+    STAGES: int = 1  # of the backward's loop, which loads what the forward kept
 
 
 @triton.jit
 def total(tile):
     """The sum of a tile's elements."""
     return tl.sum(tl.sum(tile, 1), 0)
-
-
-@triton.jit
-def all_finite(mean_ptr, variance_ptr, C):
-    """Whether every channel's mean and variance is finite: then so is every whitening matrix."""
-    bad = 0
-    for start in range(0, C, 512):
-        c = start + tl.arange(0, 512)
-        mean = tl.load(mean_ptr + c, mask=c < C, other=0.0)
-        variance = tl.load(variance_ptr + c, mask=c < C, other=0.0)
-        bad += tl.sum((~(finite(mean) & finite(variance))).to(tl.int32), 0)
-    return bad == 0
 
 
 @triton.jit
@@ -119,14 +115,14 @@ def iterate(
     kept_ptr,
     keeps,
     BD: tl.constexpr,
-    T: tl.constexpr,
-    PARTS: tl.constexpr,
-    WATCHED: tl.constexpr,
+    NEWTON: tl.constexpr,
 ):
-    """Z_T of a covariance: its inverse square root times that of its trace, after `T` steps (Eq. 5-9).
+    """Z_T of a covariance: its inverse square root times that of its trace, after T steps (Eq. 5-9).
 
     The program that `keeps` writes R_0..R_{T-1} and Z_1..Z_{T-1} for the backward.
     """
+    T: tl.constexpr = NEWTON.T
+    PARTS: tl.constexpr = NEWTON.PARTS
     tile = tl.arange(0, BD)[:, None] * BD + tl.arange(0, BD)[None, :]
     z = identity
     if T > 0:
@@ -137,7 +133,7 @@ def iterate(
         r1, r2, r3 = split(residual, PARTS)
         # Z <- factor Z - 1/2 Z R.
         factor = 1.5
-        if WATCHED:
+        if NEWTON.WATCHED:
             level = total(residual * identity)
         for k in range(1, T):
             z1, z2, z3 = split(z, PARTS)
@@ -149,7 +145,7 @@ def iterate(
                 z1, z2, z3 = split(z, PARTS)
                 keep_matrix(kept_ptr, T + k - 1, tile, z1, z2, z3, BD, PARTS)
             residual = 2.25 * residual + product(s1, s2, s3, r1, r2, r3, PARTS)
-            if WATCHED:
+            if NEWTON.WATCHED:
                 before, level = level, total(residual * identity)
                 stopped = level < tl.maximum(before - 0.5, 0.5)
                 residual = tl.where(stopped, 0.0, residual)
@@ -171,17 +167,15 @@ def differentiate(
     identity,
     kept_ptr,
     BD: tl.constexpr,
-    T: tl.constexpr,
-    PARTS: tl.constexpr,
-    WATCHED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    STAGES: tl.constexpr,
+    NEWTON: tl.constexpr,
 ):
     """The symmetric gradient for the covariance, times its trace, of a symmetric one for W (Eq. 10-12).
 
     `through_trace` is what the factor tr(Σ)^-1/2 of W adds to that for the trace. The recursion is linear in the
     gradient, which is scaled to `LARGEST` at most, where float16 holds it.
     """
+    T: tl.constexpr = NEWTON.T
+    PARTS: tl.constexpr = NEWTON.PARTS
     tile = tl.arange(0, BD)[:, None] * BD + tl.arange(0, BD)[None, :]
     if T == 0:
         d_iterate = tl.zeros([BD, BD], dtype=tl.float32)
@@ -189,10 +183,10 @@ def differentiate(
         normalized = covariance / trace
         d_residual = gradient * tl.rsqrt(trace)
         if T > 1:
-            scale = power_of_two(d_residual, LARGEST)
+            scale = power_of_two(d_residual, NEWTON.LARGEST)
             d_residual *= scale
         d_iterate = -0.5 * d_residual
-        for k in tl.range(1, T, num_stages=STAGES):
+        for k in tl.range(1, T, num_stages=NEWTON.STAGES):
             r1, r2, r3 = kept_matrix(kept_ptr, k - 1, tile, BD, PARTS)
             n1, n2, n3 = kept_matrix(kept_ptr, k, tile, BD, PARTS)
             z1, z2, z3 = kept_matrix(kept_ptr, T + k - 1, tile, BD, PARTS)
@@ -207,7 +201,7 @@ def differentiate(
             mixed = product(e1, e2, e3, n1, n2, n3, PARTS)
             mixed = dot_of_parts(z1, z2, z3, d1, d2, d3, mixed, PARTS)
             following = 1.5 * d_iterate - 0.5 * mixed
-            if WATCHED:
+            if NEWTON.WATCHED:
                 following = tl.where(total(n1.to(tl.float32) * identity) < 0.5, d_iterate, following)
             d_iterate = following
         if T > 1:

@@ -1,7 +1,7 @@
 """Products of fp32 tiles in the tensor cores' smaller formats."""
 
 # A checker takes the language of the kernels for Python.
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 
@@ -75,13 +75,13 @@ def split_dot(a, b, acc, PARTS: tl.constexpr):
 
 @triton.jit
 def as_tf32(x):
-    """x rounded to what tensor cores take of an fp32 operand. They would cut it off."""
+    """x rounded to what tensor cores take of an fp32 operand. They would truncate it."""
     return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
 
 
 @triton.jit
-def for_cutting(x):
-    """x such that cutting it off to TF32 leaves nearly what rounding would: larger by a third of the last place at 1.0.
+def for_truncation(x):
+    """x such that truncated to TF32 it is nearly what rounding gives: larger by a third of the last place at 1.0.
 
     One instruction where rounding takes four. The average error is zero and its deviation 0.31 of the last place, where
     rounding's is 0.29.
@@ -90,7 +90,7 @@ def for_cutting(x):
 
 
 @triton.jit
-def cut(x):
+def truncated(x):
     """The upper part of x, as tensor cores take it of an fp32 operand, and the rest of it."""
     upper = (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
     return upper, x - upper
@@ -100,14 +100,15 @@ def cut(x):
 def on_channels(matrix, tile, acc, ROWS: tl.constexpr, PARTS: tl.constexpr):
     """acc + matrix x for the samples x of a tile; the matrix is transposed already where tiles are rows.
 
+    A tile of one part goes in as it is, and so does a matrix that is rounded to bfloat16 already.
     Rows are what TF32's left operand wants: one product in place of three; for three parts, three products of two TF32
-    parts in place of six. The tile's parts are cut off, which is quick, and the matrix's rounded, so that errors do not
-    all have one sign: they are 1.5e-7 of the result in simulation, as fp32's own rounding is.
+    parts in place of six. The tile's parts are truncated, which is quick, and the matrix's rounded, so that errors do
+    not all have one sign: they are 1.5e-7 of the result in simulation, as fp32's own rounding is.
     """
     if ROWS and PARTS == 2:
-        acc = tl.dot(for_cutting(tile), as_tf32(matrix), acc, input_precision="tf32")
+        acc = tl.dot(for_truncation(tile), as_tf32(matrix), acc, input_precision="tf32")
     elif ROWS and PARTS == 3:
-        upper, lower = cut(tile)
+        upper, lower = truncated(tile)
         matrix_upper = as_tf32(matrix)
         matrix_lower = matrix - matrix_upper
         acc = tl.dot(upper, matrix_lower, acc, input_precision="tf32")

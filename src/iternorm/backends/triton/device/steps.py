@@ -1,11 +1,15 @@
-"""Products of matrices too large for one program, a launch each: the steps of Newton's iteration for such groups.
+"""Products of matrices of groups above 64 channels, a launch each: the steps of Newton's iteration for such groups.
 
 The same form as in `newton`. A launch is a grid of tiles by matrices; what follows a product in the
-iteration (a factor, a matrix to add, a sum) is done in passing. `ends` is what comes before and
-after the products, `iternorm.backends.triton.iteration` puts the launches in order.
+iteration (a factor, a matrix to add, a sum) is done in passing. `ends` is what comes before and after the products,
+`iternorm.backends.triton.iteration` puts the launches in order.
 
 Matrices are ``[G, N, N]``, contiguous, fp32, and zero beyond the group. Whitening matrices are ``[G, D, D]``.
 """
+
+# A checker takes the language of the kernels for Python.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -14,10 +18,24 @@ from iternorm.backends.triton.device.newton import total
 from iternorm.backends.triton.device.tiles import follow
 
 
+class Matrices(NamedTuple):
+    """The matrices of a launch: the constants that a kernel is compiled for."""
+
+    N: int  # rows
+    D: int  # channels of a group, rows of a whitening matrix
+    PADDED: int  # N, rounded up to a power of two
+    SIDE: int  # of a tile
+    EVEN: bool  # tiles fill the matrix: none is masked
+    STEPS: int  # of the iteration; 2 stands for all above
+    DEPTH: int  # of the blocks that a product goes through
+    STAGES: int  # of that loop
+    PRECISION: str  # of products, as `tl.dot` names it
+
+
 @triton.jit
-def load_block(ptr, rows, columns, N: tl.constexpr, WHOLE: tl.constexpr):
+def load_block(ptr, rows, columns, N: tl.constexpr, EVEN: tl.constexpr):
     pointers = ptr + rows[:, None] * N + columns[None, :]
-    if WHOLE:
+    if EVEN:
         block = tl.load(pointers)
     else:
         block = tl.load(pointers, mask=(rows[:, None] < N) & (columns[None, :] < N), other=0.0)
@@ -25,34 +43,67 @@ def load_block(ptr, rows, columns, N: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def load_flipped(ptr, rows, columns, N: tl.constexpr, WHOLE: tl.constexpr):
-    """The block of the transposed matrix, read along its rows."""
-    return tl.trans(load_block(ptr, columns, rows, N, WHOLE))
-
-
-@triton.jit
-def store_block(ptr, rows, columns, block, N: tl.constexpr, WHOLE: tl.constexpr):
+def store_block(ptr, rows, columns, block, N: tl.constexpr, EVEN: tl.constexpr):
     pointers = ptr + rows[:, None] * N + columns[None, :]
-    if WHOLE:
+    if EVEN:
         tl.store(pointers, block)
     else:
         tl.store(pointers, block, mask=(rows[:, None] < N) & (columns[None, :] < N))
 
 
 @triton.jit
-def tile_of(N: tl.constexpr, BLOCK: tl.constexpr):
+def load_matrix(ptr, rows, columns, MATRICES: tl.constexpr):
+    """A block of a matrix ``[N, N]``."""
+    return load_block(ptr, rows, columns, MATRICES.N, MATRICES.EVEN)
+
+
+@triton.jit
+def load_transposed(ptr, rows, columns, MATRICES: tl.constexpr):
+    """A block of the transposed matrix, read along its rows."""
+    return tl.trans(load_matrix(ptr, columns, rows, MATRICES))
+
+
+@triton.jit
+def store_matrix(ptr, rows, columns, block, MATRICES: tl.constexpr):
+    store_block(ptr, rows, columns, block, MATRICES.N, MATRICES.EVEN)
+
+
+@triton.jit
+def store_whitening(ptr, group, rows, columns, block, MATRICES: tl.constexpr):
+    D: tl.constexpr = MATRICES.D
+    store_block(ptr + group * D * D, rows, columns, block, D, MATRICES.EVEN and D == MATRICES.N)
+
+
+@triton.jit
+def tile_of(N: tl.constexpr, SIDE: tl.constexpr):
     """Rows and columns of this program's tile, and the number of its matrix."""
-    across = tl.cdiv(N, BLOCK)
-    rows = tl.program_id(0) // across * BLOCK + tl.arange(0, BLOCK)
-    columns = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
+    across = tl.cdiv(N, SIDE)
+    rows = tl.program_id(0) // across * SIDE + tl.arange(0, SIDE)
+    columns = tl.program_id(0) % across * SIDE + tl.arange(0, SIDE)
     return rows, columns, tl.program_id(1).to(tl.int64)
 
 
 @triton.jit
-def trace_of(ptr, size, eps, N: tl.constexpr, PADDED: tl.constexpr):
+def place_of(MATRICES: tl.constexpr):
+    """`tile_of` a matrix ``[N, N]``, and where the matrix begins."""
+    rows, columns, group = tile_of(MATRICES.N, MATRICES.SIDE)
+    return rows, columns, group, group * MATRICES.N * MATRICES.N
+
+
+@triton.jit
+def trace_of(ptr, size, eps, MATRICES: tl.constexpr):
     """tr(Σ + eps I) of a group."""
-    i = tl.arange(0, PADDED)
-    return tl.sum(tl.where(i < size, tl.load(ptr + i * (N + 1), mask=i < size, other=0.0) + eps, 0.0), 0)
+    i = tl.arange(0, MATRICES.PADDED)
+    diagonal = tl.load(ptr + i * (MATRICES.N + 1), mask=i < size, other=0.0)
+    return tl.sum(tl.where(i < size, diagonal + eps, 0.0), 0)
+
+
+@triton.jit
+def add_product(a_ptr, b_ptr, matrix, rows, depth, columns, acc, MATRICES: tl.constexpr):
+    """acc + A B for a block of their common depth; A and B begin at `matrix`."""
+    left = load_matrix(a_ptr + matrix, rows, depth, MATRICES)
+    right = load_matrix(b_ptr + matrix, depth, columns, MATRICES)
+    return tl.dot(left, right, acc, input_precision=MATRICES.PRECISION)
 
 
 @triton.jit
@@ -68,19 +119,12 @@ def combine(
     out_ptr,
     alpha,
     gamma,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    MATRICES: tl.constexpr,
     SECOND: tl.constexpr,
     ADDED: tl.constexpr,
     SCALED: tl.constexpr,
     SUMMED: tl.constexpr,
     WATCHED: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """alpha (A B + C D) + gamma E, the second product and E where wanted.
@@ -89,33 +133,29 @@ def combine(
     elements of R_0 is added to the tile's. `WATCHED`: B is an R, and where that has stopped the result is E.
     """
     follow(PDL)
-    rows, columns, group = tile_of(N, BLOCK)
-    matrix = group * N * N
-    acc = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
-    for begin in tl.range(0, N, DEPTH, num_stages=STAGES):
-        depth = begin + tl.arange(0, DEPTH)
-        left = load_block(a_ptr + matrix, rows, depth, N, WHOLE)
-        right = load_block(b_ptr + matrix, depth, columns, N, WHOLE)
-        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    rows, columns, group, matrix = place_of(MATRICES)
+    SIDE: tl.constexpr = MATRICES.SIDE
+    acc = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+    for begin in tl.range(0, MATRICES.N, MATRICES.DEPTH, num_stages=MATRICES.STAGES):
+        depth = begin + tl.arange(0, MATRICES.DEPTH)
+        acc = add_product(a_ptr, b_ptr, matrix, rows, depth, columns, acc, MATRICES)
         if SECOND:
-            left = load_block(c_ptr + matrix, rows, depth, N, WHOLE)
-            right = load_block(d_ptr + matrix, depth, columns, N, WHOLE)
-            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            acc = add_product(c_ptr, d_ptr, matrix, rows, depth, columns, acc, MATRICES)
     acc = alpha * acc
     if ADDED:
-        added = load_block(e_ptr + matrix, rows, columns, N, WHOLE)
+        added = load_matrix(e_ptr + matrix, rows, columns, MATRICES)
         acc += gamma * added
         if WATCHED:
-            acc = tl.where(trace_of(b_ptr + matrix, N, 0.0, N, PADDED) < 0.5, added, acc)
+            acc = tl.where(trace_of(b_ptr + matrix, MATRICES.N, 0.0, MATRICES) < 0.5, added, acc)
     if SUMMED:
         place = sums_ptr + group * tl.num_programs(0) + tl.program_id(0)
-        residual = load_block(residual_ptr + matrix, rows, columns, N, WHOLE)
+        residual = load_matrix(residual_ptr + matrix, rows, columns, MATRICES)
         tl.store(place, tl.load(place) + total(acc * residual))
     if SCALED:
         acc *= tl.load(scale_ptr + group)
-        store_block(out_ptr + group * D * D, rows, columns, acc, D, WHOLE and D == N)
+        store_whitening(out_ptr, group, rows, columns, acc, MATRICES)
     else:
-        store_block(out_ptr + matrix, rows, columns, acc, N, WHOLE)
+        store_matrix(out_ptr + matrix, rows, columns, acc, MATRICES)
 
 
 @triton.jit
@@ -123,20 +163,16 @@ def settle(
     following_ptr,
     residual_ptr,
     out_ptr,
-    N: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
+    MATRICES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The R that follows another, or zero where its trace has fallen: see `device/newton.py`."""
     follow(PDL)
-    rows, columns, group = tile_of(N, BLOCK)
-    matrix = group * N * N
-    level = trace_of(following_ptr + matrix, N, 0.0, N, PADDED)
-    stopped = level < tl.maximum(trace_of(residual_ptr + matrix, N, 0.0, N, PADDED) - 0.5, 0.5)
-    block = load_block(following_ptr + matrix, rows, columns, N, WHOLE)
-    store_block(out_ptr + matrix, rows, columns, tl.where(stopped, 0.0, block), N, WHOLE)
+    rows, columns, _, matrix = place_of(MATRICES)
+    level = trace_of(following_ptr + matrix, MATRICES.N, 0.0, MATRICES)
+    stopped = level < tl.maximum(trace_of(residual_ptr + matrix, MATRICES.N, 0.0, MATRICES) - 0.5, 0.5)
+    block = load_matrix(following_ptr + matrix, rows, columns, MATRICES)
+    store_matrix(out_ptr + matrix, rows, columns, tl.where(stopped, 0.0, block), MATRICES)
 
 
 @triton.jit
@@ -145,40 +181,32 @@ def differentiate(
     residual_ptr,
     d_residual_ptr,
     out_ptr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    WHOLE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MATRICES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """dR of the next step from S = dR R: 9/4 dR - 3/2 (S + Sᵀ) + 1/4 (S R + R (S + Sᵀ)), symmetric but for rounding."""
     follow(PDL)
-    rows, columns, group = tile_of(N, BLOCK)
-    matrix = group * N * N
-    acc = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
-    for begin in tl.range(0, N, DEPTH, num_stages=STAGES):
-        depth = begin + tl.arange(0, DEPTH)
-        left = load_block(shared_ptr + matrix, rows, depth, N, WHOLE)
-        right = load_block(residual_ptr + matrix, depth, columns, N, WHOLE)
-        acc = tl.dot(left, right, acc, input_precision=PRECISION)
-        left = load_block(residual_ptr + matrix, rows, depth, N, WHOLE)
-        right = load_block(shared_ptr + matrix, depth, columns, N, WHOLE)
-        right += load_flipped(shared_ptr + matrix, depth, columns, N, WHOLE)
-        acc = tl.dot(left, right, acc, input_precision=PRECISION)
-    both = load_block(shared_ptr + matrix, rows, columns, N, WHOLE)
-    both += load_flipped(shared_ptr + matrix, rows, columns, N, WHOLE)
-    acc = 0.25 * acc - 1.5 * both + 2.25 * load_block(d_residual_ptr + matrix, rows, columns, N, WHOLE)
-    store_block(out_ptr + matrix, rows, columns, acc, N, WHOLE)
+    rows, columns, _, matrix = place_of(MATRICES)
+    SIDE: tl.constexpr = MATRICES.SIDE
+    acc = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+    for begin in tl.range(0, MATRICES.N, MATRICES.DEPTH, num_stages=MATRICES.STAGES):
+        depth = begin + tl.arange(0, MATRICES.DEPTH)
+        acc = add_product(shared_ptr, residual_ptr, matrix, rows, depth, columns, acc, MATRICES)
+        left = load_matrix(residual_ptr + matrix, rows, depth, MATRICES)
+        right = load_matrix(shared_ptr + matrix, depth, columns, MATRICES)
+        right += load_transposed(shared_ptr + matrix, depth, columns, MATRICES)
+        acc = tl.dot(left, right, acc, input_precision=MATRICES.PRECISION)
+    both = load_matrix(shared_ptr + matrix, rows, columns, MATRICES)
+    both += load_transposed(shared_ptr + matrix, rows, columns, MATRICES)
+    acc = 0.25 * acc - 1.5 * both + 2.25 * load_matrix(d_residual_ptr + matrix, rows, columns, MATRICES)
+    store_matrix(out_ptr + matrix, rows, columns, acc, MATRICES)
 
 
 @triton.jit
-def symmetrize(matrix_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr):
+def symmetrize(matrix_ptr, out_ptr, MATRICES: tl.constexpr, PDL: tl.constexpr):
     """The symmetric part. What rounding leaves of the other part in dR grows 2.5 times a step where R = I."""
     follow(PDL)
-    rows, columns, group = tile_of(N, BLOCK)
-    matrix = group * N * N
-    block = load_block(matrix_ptr + matrix, rows, columns, N, WHOLE)
-    block += load_flipped(matrix_ptr + matrix, rows, columns, N, WHOLE)
-    store_block(out_ptr + matrix, rows, columns, 0.5 * block, N, WHOLE)
+    rows, columns, _, matrix = place_of(MATRICES)
+    block = load_matrix(matrix_ptr + matrix, rows, columns, MATRICES)
+    block += load_transposed(matrix_ptr + matrix, rows, columns, MATRICES)
+    store_matrix(out_ptr + matrix, rows, columns, 0.5 * block, MATRICES)

@@ -1,17 +1,35 @@
 """Tiles of an activation in a kernel: where they are, what of them is there, loads and stores.
 
-A tile is ``[BD, BL]`` (channels by samples) for contiguous memory and ``[BL, BD]`` for channels_last (`ROWS`). BD is
-the group size rounded up to a power of two; what lies beyond the group is masked, not copied.
+A tile is ``[BC, BL]`` (channels by samples) for contiguous memory and ``[BL, BC]`` for channels_last (`ROWS`). What
+lies beyond the group is masked, not copied.
 """
+
+# A checker takes the language of the kernels for Python.
+# pyright: reportAttributeAccessIssue=false
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
 
+class Tile(NamedTuple):
+    """How a kernel goes over an activation: the constants that it is compiled for."""
+
+    D: int  # channels of a group
+    BD: int  # the same, padded: a power of two, or full blocks of a wide group
+    BC: int  # channels of a tile: BD, or those of a block
+    BL: int  # samples of a tile
+    ROWS: bool  # channels_last
+    PARTS: int  # how products are split, see `precision.Split`
+    INT64: bool  # offsets past 2^31
+    EVEN: bool  # every group fills its tile: no channel is masked
+    STAGES: int  # of the loop that loads tiles
+
+
 @triton.jit
 def follow(PDL: tl.constexpr):
-    """Wait for the launch before, then let the next one be brought up: programmatic dependent launch.
+    """Wait for the launch before, then let the next one start: programmatic dependent launch.
 
     What the launch before that one wrote, and all that is older, may be read earlier than this: it was complete before
     the launch before let this one begin.
@@ -22,28 +40,58 @@ def follow(PDL: tl.constexpr):
 
 
 @triton.jit
-def channels_of(group, C, L, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, begin=0):
-    """`BD` channels of a group: their numbers, which of them there are, and where they begin."""
-    index = begin + tl.arange(0, BD)
-    features = group * D + index
+def channels_of(group, C, L, TILE: tl.constexpr, begin=0):
+    """The channels of a tile of a group: their numbers, which of them there are, and where they begin."""
+    index = begin + tl.arange(0, TILE.BC)
+    features = group * TILE.D + index
     channels = features
-    if not ROWS:
+    if not TILE.ROWS:
         channels = features * L
-    return features, index < tl.minimum(D, C - group * D), channels
+    return features, index < tl.minimum(TILE.D, C - group * TILE.D), channels
 
 
 @triton.jit
-def sample_offsets(start, L, C, BL: tl.constexpr, ROWS: tl.constexpr, BIG: tl.constexpr):
+def matrix_of(TILE: tl.constexpr):
+    """Rows and columns of a group's matrix ``[BD, BD]``, and what of it is in a whitening matrix ``[D, D]``."""
+    i = tl.arange(0, TILE.BD)[:, None]
+    j = tl.arange(0, TILE.BD)[None, :]
+    return i, j, (i < TILE.D) & (j < TILE.D)
+
+
+@triton.jit
+def load_vector(ptr, features, valid, PRESENT: tl.constexpr, default: tl.constexpr):
+    """A value for each channel, in fp32: γ, β; `default` where there are none."""
+    vector = tl.full([features.shape[0]], default, dtype=tl.float32)
+    if PRESENT:
+        vector = tl.load(ptr + features, mask=valid, other=0.0).to(tl.float32)
+    return vector
+
+
+@triton.jit
+def share_of(program, tiles_per_program, M, TILE: tl.constexpr):
+    """The first sample of a program's share, and the end of it."""
+    first = program * tiles_per_program * TILE.BL
+    return first, tl.minimum(first + tiles_per_program * TILE.BL, M)
+
+
+@triton.jit
+def full_until(first, last, TILE: tl.constexpr):
+    """Where the full tiles of a share end."""
+    return first + (last - first) // TILE.BL * TILE.BL
+
+
+@triton.jit
+def sample_offsets(start, L, C, TILE: tl.constexpr):
     """Where the samples of a tile begin."""
-    return sample_offset(start + tl.arange(0, BL), L, C, ROWS, BIG)
+    return sample_offset(start + tl.arange(0, TILE.BL), L, C, TILE)
 
 
 @triton.jit
-def sample_offset(j, L, C, ROWS: tl.constexpr, BIG: tl.constexpr):
+def sample_offset(j, L, C, TILE: tl.constexpr):
     """Where sample j begins: it is position j % L of item j // L."""
-    if BIG:
+    if TILE.INT64:
         j = j.to(tl.int64)
-    if ROWS:
+    if TILE.ROWS:
         offsets = j * C
     else:
         n = j // L
@@ -70,13 +118,19 @@ def along_channels(vector, ROWS: tl.constexpr):
 
 
 @triton.jit
-def tile_mask(start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr):
+def over_samples(tile, ROWS: tl.constexpr):
+    """The sum of each channel."""
+    return tl.sum(tile, 0 if ROWS else 1)
+
+
+@triton.jit
+def tile_mask(start, last, valid, TILE: tl.constexpr, FULL: tl.constexpr):
     """What of a tile is there: channels of the group and, unless it is `FULL`, samples before the last."""
     if FULL:
-        mask = along_channels(valid, ROWS)
+        mask = along_channels(valid, TILE.ROWS)
     else:
-        in_range = start + tl.arange(0, BL) < last
-        if ROWS:
+        in_range = start + tl.arange(0, TILE.BL) < last
+        if TILE.ROWS:
             mask = in_range[:, None] & valid[None, :]
         else:
             mask = in_range[None, :] & valid[:, None]
@@ -84,76 +138,65 @@ def tile_mask(start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr, FULL: tl
 
 
 @triton.jit
-def load_tile(
-    pointers, start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr, WHOLE: tl.constexpr
-):
+def load_tile(ptr, samples, channels, start, last, valid, TILE: tl.constexpr, FULL: tl.constexpr):
     """A tile, zero outside the group and past the last sample.
 
-    `FULL` says that all its samples are there, `WHOLE` that its group fills it. A mask along the contiguous axis would
-    make every load a scalar one, so no mask is given that is not needed.
+    `FULL` says that all its samples are there. A mask along the contiguous axis would make every load a scalar one, so
+    no mask is given that is not needed.
     """
-    if FULL and WHOLE:
+    pointers = tile_pointers(ptr, samples, channels, TILE.ROWS)
+    if FULL and TILE.EVEN:
         tile = tl.load(pointers)
     else:
-        tile = tl.load(pointers, mask=tile_mask(start, last, valid, BL, ROWS, FULL), other=0.0)
+        tile = tl.load(pointers, mask=tile_mask(start, last, valid, TILE, FULL), other=0.0)
     return tile
 
 
 @triton.jit
-def store_tile(
-    pointers,
-    value,
-    start,
-    last,
-    valid,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
-    FULL: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def store_tile(ptr, samples, channels, value, start, last, valid, TILE: tl.constexpr, FULL: tl.constexpr):
+    pointers = tile_pointers(ptr, samples, channels, TILE.ROWS)
     value = value.to(pointers.dtype.element_ty)
-    if FULL and WHOLE:
+    if FULL and TILE.EVEN:
         tl.store(pointers, value)
     else:
-        tl.store(pointers, value, mask=tile_mask(start, last, valid, BL, ROWS, FULL))
+        tl.store(pointers, value, mask=tile_mask(start, last, valid, TILE, FULL))
 
 
 @triton.jit
-def zero_tile(BD: tl.constexpr, BL: tl.constexpr, ROWS: tl.constexpr):
-    if ROWS:
-        tile = tl.zeros([BL, BD], dtype=tl.float32)
+def zero_tile(TILE: tl.constexpr):
+    # A list takes no field of a bundle as it is.
+    BC: tl.constexpr = TILE.BC
+    BL: tl.constexpr = TILE.BL
+    if TILE.ROWS:
+        tile = tl.zeros([BL, BC], dtype=tl.float32)
     else:
-        tile = tl.zeros([BD, BL], dtype=tl.float32)
+        tile = tl.zeros([BC, BL], dtype=tl.float32)
     return tile
 
 
 @triton.jit
-def shifted(tile, shift, start, last, valid, BL: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr):
+def shifted(tile, shift, start, last, valid, TILE: tl.constexpr, FULL: tl.constexpr):
     """tile - shift in fp32, zero past the last sample. Outside the group both are zero already."""
-    tile = tile.to(tl.float32) - along_channels(shift, ROWS)
+    tile = tile.to(tl.float32) - along_channels(shift, TILE.ROWS)
     if not FULL:
-        tile = tl.where(tile_mask(start, last, valid, BL, ROWS, False), tile, 0.0)
+        tile = tl.where(tile_mask(start, last, valid, TILE, False), tile, 0.0)
     return tile
 
 
 @triton.jit
 def passed(
-    tile,
-    output_ptr,
-    samples,
-    channels,
-    start,
-    last,
-    valid,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
-    FULL: tl.constexpr,
-    WHOLE: tl.constexpr,
-    RELU: tl.constexpr,
+    tile, output_ptr, samples, channels, start, last, valid, TILE: tl.constexpr, FULL: tl.constexpr, RELU: tl.constexpr
 ):
     """A tile of dy as it goes back through the activation: where the layer's output is positive."""
     if RELU:
-        pointers = tile_pointers(output_ptr, samples, channels, ROWS)
-        output = load_tile(pointers, start, last, valid, BL, ROWS, FULL, WHOLE)
+        output = load_tile(output_ptr, samples, channels, start, last, valid, TILE, FULL)
         tile = tl.where(output > 0, tile, 0.0)
+    return tile
+
+
+@triton.jit
+def rectified(tile, RELU: tl.constexpr):
+    """What is positive of a tile, where an activation follows. A NaN stays one."""
+    if RELU:
+        tile = tl.where(tile < 0, 0.0, tile)
     return tile

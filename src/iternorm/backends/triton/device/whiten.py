@@ -7,13 +7,26 @@ that has (6 us of latencies where the others' samples take 8: 64x64x32x32, fp32,
 """
 
 # A checker takes the language of the kernels for Python.
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.apply import backward_tiles, forward_tiles
-from iternorm.backends.triton.device.newton import all_finite, differentiate, iterate
-from iternorm.backends.triton.device.tiles import channels_of, follow
+from iternorm.backends.triton.device.newton import differentiate, iterate, total
+from iternorm.backends.triton.device.running import (
+    all_finite,
+    blend_mean,
+    blended,
+    count_batch,
+    share_of_batch,
+)
+from iternorm.backends.triton.device.tiles import channels_of, follow, load_vector, matrix_of
+
+
+@triton.jit
+def regularized(raw, identity, eps, NEWTON: tl.constexpr):
+    """A covariance with eps, and with ZCA's jitter, on its diagonal."""
+    return raw + (eps + NEWTON.JITTER * raw) * identity
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program"])
@@ -37,80 +50,58 @@ def whiten_forward(
     C,
     L,
     tiles_per_program,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
-    T: tl.constexpr,
-    STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    NEWTON: tl.constexpr,
+    AVERAGE: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
-    RUNNING: tl.constexpr,
-    COUNT: tl.constexpr,
-    CUMULATIVE: tl.constexpr,
-    RUNNING_COVARIANCE: tl.constexpr,
     RELU: tl.constexpr,
-    JITTER: tl.constexpr,
-    NEWTON: tl.constexpr,
-    WATCHED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIG: tl.constexpr,
-    WHOLE: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y = diag(γ) W (x - μ) + β (math.md, Eq. 1) with W of the batch, and the running statistics if it is finite.
 
-    `JITTER` is added to the variances, relative to each: see `layout.jitter`. `NEWTON` is the iteration's number of
-    parts, `PARTS` that of the activation. The matrices that the backward wants are kept at a group's `STRIDE`.
+    `AVERAGE` is what is kept of them, None without any.
     """
+    D: tl.constexpr = TILE.D
+    BD: tl.constexpr = TILE.BD
     program = tl.program_id(0)
     group = tl.program_id(1)
-    features, valid, channels = channels_of(group, C, L, D, BD, ROWS)
-    i = tl.arange(0, BD)[:, None]
-    j = tl.arange(0, BD)[None, :]
+    features, valid, channels = channels_of(group, C, L, TILE)
+    i, j, inside = matrix_of(TILE)
     identity = tl.where((i == j) & valid[:, None], 1.0, 0.0)
-    inside = (i < D) & (j < D)
     target = group * D * D + i * D + j
-    offset = tl.zeros([BD], dtype=tl.float32)
-    if BIAS:
-        offset = tl.load(bias_ptr + features, mask=valid, other=0.0).to(tl.float32)
-    if WEIGHT:
-        weight = tl.load(weight_ptr + features, mask=valid, other=0.0).to(tl.float32)
+    offset = load_vector(bias_ptr, features, valid, BIAS, 0.0)
+    weight = load_vector(weight_ptr, features, valid, WEIGHT, 1.0)
     follow(PDL)
 
     raw = tl.load(covariance_ptr + group * BD * BD + i * BD + j)
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
-    covariance = raw + (eps + JITTER * raw) * identity
-    trace = tl.sum(tl.sum(covariance * identity, 1), 0)
+    covariance = regularized(raw, identity, eps, NEWTON)
+    trace = total(covariance * identity)
     keeps = program == tl.num_programs(0) - 1
-    z = iterate(covariance, trace, identity, iterates_ptr + group * STRIDE, keeps, BD, T, NEWTON, WATCHED)
+    z = iterate(covariance, trace, identity, iterates_ptr + group * NEWTON.STRIDE, keeps, BD, NEWTON)
     whitening = z * tl.rsqrt(trace)
     if keeps:
         tl.store(whitening_ptr + target, whitening, mask=inside)
-        if RUNNING:
+        if AVERAGE is not None:
             keep = all_finite(mean_ptr, variance_ptr, C)
-            if CUMULATIVE:
-                momentum = 1.0 / (tl.load(batches_ptr) + 1).to(tl.float32)
-            if RUNNING_COVARIANCE:
+            share = share_of_batch(momentum, batches_ptr, AVERAGE)
+            if AVERAGE.COVARIANCE:
                 value = tl.load(covariance_ptr + group * BD * BD + i * BD + j)
             else:
                 value = whitening
             old = tl.load(running_matrix_ptr + target, mask=inside, other=0.0).to(tl.float32)
-            tl.store(running_matrix_ptr + target, tl.where(keep, old + momentum * (value - old), old), mask=inside)
-            old_mean = tl.load(running_mean_ptr + features, mask=valid, other=0.0).to(tl.float32)
-            new_mean = tl.where(keep, old_mean + momentum * (mean - old_mean), old_mean)
-            tl.store(running_mean_ptr + features, new_mean, mask=valid)
-            if COUNT:
+            tl.store(running_matrix_ptr + target, blended(old, value, share, keep), mask=inside)
+            blend_mean(running_mean_ptr, features, valid, mean, share, keep)
+            if AVERAGE.COUNT:
                 if group == 0:
-                    tl.store(num_batches_ptr, tl.load(batches_ptr) + keep.to(tl.int64))
+                    count_batch(num_batches_ptr, batches_ptr, keep)
 
     if WEIGHT:
         whitening = whitening * weight[:, None]
     forward_tiles(
-        x_ptr, y_ptr, whitening, mean, offset, channels, valid, program, tiles_per_program, M, C, L,
-        BD, BL, ROWS, PARTS, BIG, WHOLE, RELU, STAGES,
-    )  # fmt: skip
+        x_ptr, y_ptr, whitening, mean, offset, channels, valid, program, tiles_per_program, M, C, L, TILE, RELU
+    )
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program"])
@@ -132,44 +123,29 @@ def whiten_backward(
     C,
     L,
     tiles_per_program,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
-    T: tl.constexpr,
-    STRIDE: tl.constexpr,
-    LARGEST: tl.constexpr,
+    TILE: tl.constexpr,
+    NEWTON: tl.constexpr,
     WEIGHT: tl.constexpr,
     RELU: tl.constexpr,
-    JITTER: tl.constexpr,
-    NEWTON: tl.constexpr,
-    WATCHED: tl.constexpr,
-    NEWTON_STAGES: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIG: tl.constexpr,
-    WHOLE: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Σ dy (x-μ)ᵀ -> d(γ), and dx = Aᵀ dy + B (x-μ) - Aᵀ Σdy / m (Eq. 10-12, 22-24).
 
     With an activation, dy where the output is positive.
     """
+    D: tl.constexpr = TILE.D
+    BD: tl.constexpr = TILE.BD
     program = tl.program_id(0)
     group = tl.program_id(1)
-    features, valid, channels = channels_of(group, C, L, D, BD, ROWS)
-    i = tl.arange(0, BD)[:, None]
-    j = tl.arange(0, BD)[None, :]
+    features, valid, channels = channels_of(group, C, L, TILE)
+    i, j, inside = matrix_of(TILE)
     identity = tl.where((i == j) & valid[:, None], 1.0, 0.0)
-    inside = (i < D) & (j < D)
     whitening_ptr += group * D * D
     cross_ptr += group * BD * BD
     whitening = tl.load(whitening_ptr + i * D + j, mask=inside, other=0.0)
-    covariance = tl.load(covariance_ptr + group * BD * BD + i * BD + j)
-    covariance += (eps + JITTER * covariance) * identity
-    trace = tl.sum(tl.sum(covariance * identity, 1), 0)
-    if WEIGHT:
-        weight = tl.load(weight_ptr + features, mask=valid, other=0.0).to(tl.float32)
+    covariance = regularized(tl.load(covariance_ptr + group * BD * BD + i * BD + j), identity, eps, NEWTON)
+    trace = total(covariance * identity)
+    weight = load_vector(weight_ptr, features, valid, WEIGHT, 1.0)
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
     follow(PDL)
 
@@ -181,22 +157,10 @@ def whiten_backward(
             tl.store(grad_weight_ptr + features, tl.sum(cross * whitening, 1), mask=valid)
         cross = cross * weight[:, None]
         transposed = transposed * weight[None, :]
-    through_trace = 0.5 * tl.sum(tl.sum(cross * whitening, 1), 0)
+    through_trace = 0.5 * total(cross * whitening)
     gradient = 0.5 * (cross + transposed)
-    second_matrix = differentiate(
-        gradient,
-        covariance,
-        trace,
-        through_trace,
-        identity,
-        iterates_ptr + group * STRIDE,
-        BD,
-        T,
-        NEWTON,
-        WATCHED,
-        LARGEST,
-        NEWTON_STAGES,
-    )
+    kept_ptr = iterates_ptr + group * NEWTON.STRIDE
+    second_matrix = differentiate(gradient, covariance, trace, through_trace, identity, kept_ptr, BD, NEWTON)
     second_matrix *= 2.0 / (trace * M)
     # Row i of Aᵀ: column i of W, scaled by γ of the output channel.
     first_matrix = tl.load(whitening_ptr + j * D + i, mask=inside, other=0.0)
@@ -205,7 +169,7 @@ def whiten_backward(
     offset = -tl.sum(first_matrix * (grad_sum / M)[None, :], 1)
     backward_tiles(
         grad_ptr, x_ptr, output_ptr, dx_ptr, first_matrix, second_matrix, mean, offset, channels, valid, program,
-        tiles_per_program, M, C, L, BD, BL, ROWS, PARTS, BIG, WHOLE, RELU, STAGES,
+        tiles_per_program, M, C, L, TILE, RELU,
     )  # fmt: skip
 
 

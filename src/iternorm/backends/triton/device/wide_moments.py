@@ -1,26 +1,29 @@
 """Moments of groups too wide for one program: a program has a pair of blocks of channels, and a run of samples.
 
-For groups above 128 channels. Their matrices are cut into blocks of `BC` channels; `BD` is the group size rounded up to
-whole blocks. What `moments` does for smaller groups is done here block by block. The blocks of one run
-fall to programs that run side by side, so that most of what they read is in the cache.
+For groups above 128 channels. Their matrices are divided into blocks of `BC` channels; `BD` is the group size rounded
+up to full blocks. What `moments` does for other groups is done here block by block. Programs that read the same samples
+are launched next to each other, so that most of what they read is in the cache. A launch is of a kernel here or of its
+counterpart there, with the same arguments.
 """
 
 # A checker takes the language of the kernels for Python.
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 
-from iternorm.backends.triton.device.products import split_dot
+from iternorm.backends.triton.device.moments import outer_product, rounded_pilot
 from iternorm.backends.triton.device.steps import tile_of
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,
+    full_until,
     load_tile,
+    over_samples,
     passed,
     sample_offset,
     sample_offsets,
+    share_of,
     shifted,
-    tile_pointers,
     zero_tile,
 )
 
@@ -29,31 +32,16 @@ PILOTS = tl.constexpr(16)
 
 
 @triton.jit
-def pilot_of(
-    x_ptr,
-    first,
-    last,
-    channels,
-    valid,
-    C,
-    L,
-    BC: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIG: tl.constexpr,
-):
+def pilot_of(x_ptr, first, last, channels, valid, C, L, TILE: tl.constexpr):
     """The mean of a run's first samples, added one by one: the same bits in every program of the run."""
+    BC: tl.constexpr = TILE.BC
     pilot = tl.zeros([BC], dtype=tl.float32)
     for k in tl.static_range(PILOTS):
-        offset = sample_offset(first + k, L, C, ROWS, BIG)
+        offset = sample_offset(first + k, L, C, TILE)
         # A mask of one shape: the interpreter of Triton 3.9 takes no other.
         there = first + k + tl.zeros_like(channels) < last
         pilot += tl.load(x_ptr + offset + channels, mask=valid & there, other=0.0).to(tl.float32)
-    pilot = pilot / tl.minimum(last - first, PILOTS).to(tl.float32)
-    if PARTS == 1:
-        # A bfloat16 value less a bfloat16 shift rounds to bfloat16 with little loss.
-        pilot = pilot.to(tl.bfloat16).to(tl.float32)
-    return pilot
+    return rounded_pilot(pilot / tl.minimum(last - first, PILOTS).to(tl.float32), TILE)
 
 
 @triton.jit
@@ -73,36 +61,23 @@ def product_tile(
     L,
     gram,
     total,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     SELF: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIG: tl.constexpr,
     FULL: tl.constexpr,
-    WHOLE: tl.constexpr,
     RELU: tl.constexpr,
 ):
-    """Add one tile of two blocks to Σ a xᵀ and Σ a. In three parts tiles are added up outside of the tensor cores."""
-    samples = sample_offsets(start, L, C, BL, ROWS, BIG)
-    x = load_tile(tile_pointers(x_ptr, samples, right_channels, ROWS), start, last, right_valid, BL, ROWS, FULL, WHOLE)
-    x = shifted(x, right_shift, start, last, right_valid, BL, ROWS, FULL)
-    a = load_tile(tile_pointers(a_ptr, samples, left_channels, ROWS), start, last, left_valid, BL, ROWS, FULL, WHOLE)
+    """Add one tile of two blocks to Σ a xᵀ and Σ a."""
+    samples = sample_offsets(start, L, C, TILE)
+    x = load_tile(x_ptr, samples, right_channels, start, last, right_valid, TILE, FULL)
+    x = shifted(x, right_shift, start, last, right_valid, TILE, FULL)
+    a = load_tile(a_ptr, samples, left_channels, start, last, left_valid, TILE, FULL)
     if SELF:
-        a = shifted(a, left_shift, start, last, left_valid, BL, ROWS, FULL)
+        a = shifted(a, left_shift, start, last, left_valid, TILE, FULL)
     else:
         a = a.to(tl.float32)
-        a = passed(a, output_ptr, samples, left_channels, start, last, left_valid, BL, ROWS, FULL, WHOLE, RELU)
+        a = passed(a, output_ptr, samples, left_channels, start, last, left_valid, TILE, FULL, RELU)
     total += a
-    left, right = a, x
-    if ROWS:
-        left = tl.trans(a)
-    else:
-        right = tl.trans(x)
-    if PARTS == 3:
-        gram += split_dot(left, right, tl.zeros_like(gram), PARTS)
-    else:
-        gram = split_dot(left, right, gram, PARTS)
-    return gram, total
+    return outer_product(a, x, gram, TILE), total
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])
@@ -117,20 +92,14 @@ def wide_moments(
     L,
     tiles_per_program,
     num_programs,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BC: tl.constexpr,
-    BL: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     SELF: tl.constexpr,
     RELU: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIG: tl.constexpr,
-    WHOLE: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`partial_moments` of a pair of blocks. Forward (`SELF`), of pairs on and below the diagonal."""
+    BD: tl.constexpr = TILE.BD
+    BC: tl.constexpr = TILE.BC
     ACROSS: tl.constexpr = BD // BC
     PAIRS: tl.constexpr = ACROSS * (ACROSS + 1) // 2 if SELF else ACROSS * ACROSS
     pair = tl.program_id(0) % PAIRS
@@ -143,30 +112,29 @@ def wide_moments(
     else:
         row = pair // ACROSS
         column = pair % ACROSS
-    _, left_valid, left_channels = channels_of(group, C, L, D, BC, ROWS, row * BC)
-    right_features, right_valid, right_channels = channels_of(group, C, L, D, BC, ROWS, column * BC)
-    first = program * tiles_per_program * BL
-    last = tl.minimum(first + tiles_per_program * BL, M)
+    _, left_valid, left_channels = channels_of(group, C, L, TILE, row * BC)
+    right_features, right_valid, right_channels = channels_of(group, C, L, TILE, column * BC)
+    first, last = share_of(program, tiles_per_program, M, TILE)
     left_shift = tl.zeros([BC], dtype=tl.float32)
     if not SELF:
         right_shift = tl.load(mean_ptr + right_features, mask=right_valid, other=0.0)
     follow(PDL)
 
     if SELF:
-        left_shift = pilot_of(x_ptr, first, last, left_channels, left_valid, C, L, BC, ROWS, PARTS, BIG)
-        right_shift = pilot_of(x_ptr, first, last, right_channels, right_valid, C, L, BC, ROWS, PARTS, BIG)
+        left_shift = pilot_of(x_ptr, first, last, left_channels, left_valid, C, L, TILE)
+        right_shift = pilot_of(x_ptr, first, last, right_channels, right_valid, C, L, TILE)
     gram = tl.zeros([BC, BC], dtype=tl.float32)
-    total = zero_tile(BC, BL, ROWS)
-    middle = first + (last - first) // BL * BL
-    for start in tl.range(first, middle, BL, num_stages=STAGES):
+    total = zero_tile(TILE)
+    middle = full_until(first, last, TILE)
+    for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
         gram, total = product_tile(
             a_ptr, x_ptr, output_ptr, start, last, left_shift, right_shift, left_channels, right_channels, left_valid,
-            right_valid, C, L, gram, total, BL, ROWS, SELF, PARTS, BIG, True, WHOLE, RELU,
+            right_valid, C, L, gram, total, TILE, SELF, True, RELU,
         )  # fmt: skip
     if middle < last:
         gram, total = product_tile(
             a_ptr, x_ptr, output_ptr, middle, last, left_shift, right_shift, left_channels, right_channels, left_valid,
-            right_valid, C, L, gram, total, BL, ROWS, SELF, PARTS, BIG, False, WHOLE, RELU,
+            right_valid, C, L, gram, total, TILE, SELF, False, RELU,
         )  # fmt: skip
 
     slot = (group * num_programs + program).to(tl.int64)
@@ -176,7 +144,7 @@ def wide_moments(
     tl.store(workspace_ptr + (slot * BD + rows[:, None]) * BD + columns[None, :], gram)
     sums = workspace_ptr + (slots.to(tl.int64) * BD + slot) * BD
     if column == (row if SELF else 0):
-        tl.store(sums + rows, tl.sum(total, 0 if ROWS else 1))
+        tl.store(sums + rows, over_samples(total, TILE.ROWS))
         if SELF:
             tl.store(sums + slots * BD + rows, left_shift)
 
@@ -196,7 +164,7 @@ def wide_reduce(
     D: tl.constexpr,
     BD: tl.constexpr,
     BC: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIDE: tl.constexpr,
     PB: tl.constexpr,
     SELF: tl.constexpr,
     COUNT: tl.constexpr,
@@ -204,8 +172,8 @@ def wide_reduce(
 ):
     """`reduce_moments` by tiles of the matrix, `PB` partials at a time."""
     follow(PDL)
-    rows, columns, group = tile_of(BD, BLOCK)
-    across: tl.constexpr = BD // BLOCK
+    rows, columns, group = tile_of(BD, SIDE)
+    across: tl.constexpr = BD // SIDE
     slots = (tl.num_programs(1) * num_programs).to(tl.int64)
     sums_ptr = workspace_ptr + slots * BD * BD
     pilots_ptr = sums_ptr + slots * BD
@@ -213,13 +181,13 @@ def wide_reduce(
     places = rows[:, None] * BD + columns[None, :]
     if SELF:
         # Above the diagonal of blocks there are none: those below are read the other way round.
-        if tl.program_id(0) // across * BLOCK // BC < tl.program_id(0) % across * BLOCK // BC:
+        if tl.program_id(0) // across * SIDE // BC < tl.program_id(0) % across * SIDE // BC:
             places = columns[None, :] * BD + rows[:, None]
         anchor_rows = tl.load(pilots_ptr + base * BD + rows)
         anchor_columns = tl.load(pilots_ptr + base * BD + columns)
-    tile = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
-    total_rows = tl.zeros([BLOCK], dtype=tl.float32)
-    total_columns = tl.zeros([BLOCK], dtype=tl.float32)
+    tile = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+    total_rows = tl.zeros([SIDE], dtype=tl.float32)
+    total_columns = tl.zeros([SIDE], dtype=tl.float32)
     for start in range(0, num_programs, PB):
         p = start + tl.arange(0, PB)
         present = p < num_programs
