@@ -262,11 +262,28 @@ def test_statistics_of_half_precision_input_are_fp32(dtype):
 
 @pytest.mark.parametrize(("kind", "batch_norm", "shape"), LAYERS)
 def test_a_layer_in_half_precision_trains(kind, batch_norm, shape):
-    layer = kind(8, group_size=4).bfloat16()
-    x = correlated(32, 8, *shape, dtype=torch.bfloat16).requires_grad_()
-    layer(x).square().sum().backward()
-    assert layer.weight.grad.dtype == x.grad.dtype == torch.bfloat16
-    assert layer.eval()(x).isfinite().all()
+    layer, exact = kind(8, group_size=4).bfloat16(), kind(8, group_size=4).double()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (layer, exact)]
+    x = correlated(32, 8, *shape, dtype=torch.bfloat16)
+    target = correlated(32, 8, *shape, dtype=torch.bfloat16)
+    losses = []
+    for _ in range(3):
+        leaves = [x.clone().requires_grad_(), x.double().requires_grad_()]
+        for each, leaf, optimizer in zip((layer, exact), leaves, optimizers, strict=True):
+            loss = (each(leaf) - target.to(leaf.dtype)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert leaves[0].grad.dtype == torch.bfloat16
+        # bfloat16 keeps 8 bits, and the difference to the target loses some of them.
+        assert relative_error(leaves[0].grad, leaves[1].grad) < 0.03
+    assert losses[-2] < losses[2] < losses[0]
+    for name, value in exact.state_dict().items():
+        ours = layer.state_dict()[name]
+        assert ours.dtype == (torch.bfloat16 if value.is_floating_point() else value.dtype)
+        assert relative_error(ours, value) < 0.03, name
+    assert relative_error(layer.eval()(x), exact.eval()(x.double())) < 0.03
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
