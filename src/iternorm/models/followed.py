@@ -19,8 +19,8 @@ class Followed(WhiteningNorm):
     followers: tuple[str, ...]
     batchnorm_class: type
 
-    def forward(self, input: Tensor) -> Tensor:
-        output = super().forward(input)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        output = super().forward(input, residual)
         for name in self.followers:
             output = getattr(self, name)(output)
         return output
