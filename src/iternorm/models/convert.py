@@ -15,7 +15,7 @@ from iternorm.layers import checkpoints
 from iternorm.layers.base import WhiteningNorm
 from iternorm.layers.norms import IterNorm1d, IterNorm2d, IterNorm3d, _Rank1d, _Rank2d, _Rank3d
 from iternorm.layers.sync import SyncIterNorm
-from iternorm.models import replace
+from iternorm.models import junctions, replace
 from iternorm.models.followed import FOLLOWED, Followed, applies_children
 from iternorm.whitening import groups
 
@@ -36,13 +36,20 @@ _TO_BATCHNORM: dict[type[nn.Module], type] = {
 
 @dataclass
 class ConversionReport:
-    """What a conversion did, as lists of (name, text) in the model's order; an empty name is the model itself."""
+    """What a conversion did, as lists of (name, text) in the model's order; an empty name is the model itself.
+
+    With ``fuse=True`` each whitening layer is a row of `fused`, which says what it does now beside normalizing, or of
+    `unfused`, which says why it does not.
+    """
 
     converted: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    fused: list[tuple[str, str]] = field(default_factory=list)
+    unfused: list[tuple[str, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        rows = [("converted", *row) for row in self.converted] + [("skipped", *row) for row in self.skipped]
+        kinds = {"converted": self.converted, "skipped": self.skipped, "fused": self.fused, "not fused": self.unfused}
+        rows = [(kind, *row) for kind, rows in kinds.items() for row in rows]
         return "\n".join(f"{kind:<9}  {name or '(the model)'}: {text}" for kind, name, text in rows)
 
 
@@ -54,6 +61,7 @@ def convert_batchnorm(
     num_iters: int = 5,
     running: str = "whitening",
     impl: str = "auto",
+    fuse: bool = False,
     report: ConversionReport | None = None,
 ) -> nn.Module:
     """Replace BatchNorm layers by the IterNorm of their rank, SyncBatchNorm by SyncIterNorm.
@@ -69,6 +77,16 @@ def convert_batchnorm(
     converted stays as it is and is named in a warning: a lazy layer before its first batch, a parametrized one, a
     subclass whose `forward` does something else, an eps or a momentum that IterNorm does not take.
 
+    With `fuse`, a ReLU that alone takes a whitening layer's output becomes part of the layer (``activation="relu"``),
+    and so does an addition, with or without a ReLU after it (``layer(x, residual=z)``). Names, parameters and the
+    output stay. Where each ReLU is a module of its own, an identity takes its place. In other modules the forward is
+    rewritten: the module becomes an instance of a subclass of its class, of the same name. That forward is the old one
+    as it was at the conversion, for all flags and children that it looked at. Modules whose forward torch.fx cannot
+    trace, or does not show all of, stay as they are: those that act differently in training and in eval, take more
+    than one argument, ask for types, or draw random numbers. A sum is taken only if both of its parts have the layer's
+    number of channels by the convolutions and norms around them and none is pooled, because the layer does not
+    broadcast: it raises. `convert_to_batchnorm` and `fold` undo the fusion first.
+
     Args:
         model: any module.
         where: "all"; "first", the first BatchNorm in the order of `model.named_modules()` (the paper's L1); or a
@@ -77,7 +95,8 @@ def convert_batchnorm(
         num_iters: the paper's T.
         running: "whitening" or "covariance"; the second does not reproduce BatchNorm exactly in eval.
         impl: "auto", "triton", "native", "torch" or "reference".
-        report: filled with what was converted and what was not.
+        fuse: let the whitening layers apply the ReLU, or the addition and the ReLU, that follow them.
+        report: filled with what was converted and what was not, and with what was fused.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -90,8 +109,6 @@ running='whitening')
     IterNorm1d(1, device="meta", **words)
     report = ConversionReport() if report is None else report
     chosen = list(replace.selected(_batchnorms(model), where, "BatchNorm"))
-    if not chosen:
-        warnings.warn("no BatchNorm layer was selected: the model is returned as it was", stacklevel=2)
     replacements, converted, skipped = {}, [], []
     for name, layer in chosen:
         reason = _obstacle(layer)
@@ -107,10 +124,17 @@ running='whitening')
             skipped.append((name, f"{type(layer).__name__} {reason}"))
     if skipped and where == "first":
         raise ValueError(f"the first BatchNorm cannot be converted: {skipped[0][0]}: {skipped[0][1]}")
+    plan = junctions.plan(model, replacements) if fuse else junctions.Plan()
+    if not chosen and not plan.fused:
+        warnings.warn("no BatchNorm layer was selected: the model is returned as it was", stacklevel=2)
+    _warn_of(skipped)
     report.converted += converted
     report.skipped += skipped
-    _warn_of(skipped)
-    return replace.replace_modules(model, replacements)
+    report.fused += plan.fused
+    report.unfused += plan.unfused
+    model = replace.replace_modules(model, replacements)
+    plan.apply()
+    return model
 
 
 def _warn_of(skipped: list[tuple[str, str]]) -> None:
@@ -181,7 +205,8 @@ def convert_to_batchnorm(model: nn.Module, *, report: ConversionReport | None = 
     A layer that `convert_batchnorm` made and that was not trained since becomes the BatchNorm it was. What whitening
     has learned between channels is lost: fine-tune afterwards, or at least `recalibrate`. In place, as
     `convert_batchnorm`. A layer whose diagonal is not a scale (``solver="pca"`` with averaged whitening matrices)
-    stays, with a warning that names it.
+    stays, with a warning that names it, and so does one that was built with an activation. What
+    ``convert_batchnorm(model, fuse=True)`` has fused is taken apart.
     """
     report = ConversionReport() if report is None else report
     replacements, skipped = {}, []
@@ -197,13 +222,14 @@ def convert_to_batchnorm(model: nn.Module, *, report: ConversionReport | None = 
             skipped.append((name, f"{type(layer).__name__} {reason}"))
     report.skipped += skipped
     _warn_of(skipped)
+    junctions.separate(model)
     return replace.replace_modules(model, replacements)
 
 
 def _diagonal_obstacle(layer: WhiteningNorm) -> str | None:
     if isinstance(layer, LazyModuleMixin):
         return _LAZY
-    if layer.activation is not None:
+    if layer.activation is not None and not junctions.is_joined(layer):
         return f"has activation={layer.activation!r} in it, which no BatchNorm has; put a module behind it instead"
     if layer.running_whitening is None:
         return None

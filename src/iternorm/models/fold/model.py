@@ -9,7 +9,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from iternorm.layers.base import WhiteningNorm
 from iternorm.layers.norms import _Rank2d, _Rank3d
-from iternorm.models import replace
+from iternorm.models import junctions, replace
 from iternorm.models.features import DecorrelatedLinear
 from iternorm.models.fold import dataflow
 from iternorm.models.fold import weights as fold_layers
@@ -76,6 +76,7 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
     if max_growth < 1:
         raise ValueError(f"max_growth={max_growth} must be at least 1; 2 is the default, infinity folds always")
     model = copy.deepcopy(model)
+    junctions.separate(model)
     table = FoldTable()
     model = _fold_decorrelated(model, table)
     if any(isinstance(layer, WhiteningNorm) for layer in model.modules()):
