@@ -102,6 +102,7 @@ def source_of(node: fx.Node) -> Any:
 
 
 def is_relu(node: fx.Node, called: Called) -> bool:
+    """Whether a node is a ReLU, written in any of the ways that there are."""
     # A subclass, such as ReLU6, is something else.
     if node.op == "call_module":
         return type(called[node]) is nn.ReLU

@@ -140,7 +140,7 @@ def _check_code(module: nn.Module) -> None:
 def _names(kind: type) -> set[str]:
     """The names in the code of a class's forward, and of the class's methods that it names."""
     found: set[str] = set()
-    codes = [inspect.unwrap(getattr(kind, "forward")).__code__]
+    codes = [inspect.unwrap(kind.forward).__code__]
     while codes:
         code = codes.pop()
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]

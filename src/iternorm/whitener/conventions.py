@@ -50,6 +50,7 @@ class NotFittedError(ValueError, AttributeError):
 
 
 def not_fitted(text: str) -> Exception:
+    """The error of a call that comes before `fit`."""
     # Where scikit-learn is in use, its own class is what callers catch.
     exceptions = sys.modules.get("sklearn.exceptions")
     return NotFittedError(text) if exceptions is None else exceptions.NotFittedError(text)

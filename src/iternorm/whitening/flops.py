@@ -54,7 +54,20 @@ def _fused_forward(
 
 
 def _fused_backward(
-    grad, x, weight, state, output, group_size, num_iters, eps, exact, needs_input, needs_residual, *, out_val=None
+    grad,
+    more,
+    x,
+    weight,
+    state,
+    output,
+    group_size,
+    num_iters,
+    eps,
+    exact,
+    needs_input,
+    needs_residual,
+    *,
+    out_val=None,
 ) -> int:
     if not needs_input:
         return _product(x, group_size)

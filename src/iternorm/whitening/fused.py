@@ -57,8 +57,8 @@ class _WhitenEager(torch.autograd.Function):
         if modes.wants_graph(grad):
             return *_graph_backward(grad, x, weight, bias, output, needs, ctx.settings), None, None
         # Autograd has made the device of the gradient the current one.
-        arguments = (grad, x, weight, state, ctx.plan, ctx.settings.eps, needs[0], output, needs[3])
-        return *_wanted(grad, kernels().backward(*arguments), weight, bias, output, needs), None, None
+        gradients = kernels().backward(grad, x, weight, state, ctx.plan, ctx.settings.eps, needs[0], output)
+        return *_wanted(grad, gradients, weight, bias, output, needs), None, None
 
 
 # In half the time of `_WhitenEager.apply`.
@@ -90,8 +90,8 @@ class _WhitenRecorded(torch.autograd.Function):
         if modes.wants_graph(grad):
             return *_graph_backward(grad, x, weight, bias, output, needs, settings), *(None,) * 6
         gradients = backward_op(
-            grad, x, weight, state, output, settings.group_size, settings.steps, settings.eps, settings.exact, needs[0],
-            needs[3] and settings.relu,
+            grad, None, x, weight, state, output, settings.group_size, settings.steps, settings.eps, settings.exact,
+            needs[0], needs[3] and settings.relu,
         )  # fmt: skip
         return *_wanted(grad, gradients, weight, bias, output, needs), *(None,) * 6
 
@@ -126,7 +126,7 @@ _library.define(
     tags=_tags,
 )
 _library.define(
-    "fused_backward(Tensor grad, Tensor x, Tensor? weight, Tensor state, Tensor? output, int group_size, "
+    "fused_backward(Tensor grad, Tensor? more, Tensor x, Tensor? weight, Tensor state, Tensor? output, int group_size, "
     "int num_iters, float eps, bool exact, bool needs_input, bool needs_residual) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=_tags,
 )
@@ -157,17 +157,18 @@ def _(
 
 
 @torch.library.impl(_library, "fused_backward", "CompositeExplicitAutograd")
-def _(grad, x, weight, state, output, group_size, num_iters, eps, exact, needs_input, needs_residual):
+def _(grad, more, x, weight, state, output, group_size, num_iters, eps, exact, needs_input, needs_residual):
     found = kernels()
     with found.on_device(x.device):
-        plan = found.plan_of_state(state, x, weight, group_size, num_iters, exact, output is not None)
-        gradients = found.backward(grad, x, weight, state, plan, eps, needs_input, output, needs_residual)
+        asked = (output is not None, needs_residual, more is not None)
+        plan = found.plan_of_state(state, x, weight, group_size, num_iters, exact, *asked)
+        gradients = found.backward(grad, x, weight, state, plan, eps, needs_input, output, more)
     # An operator returns tensors: what was not asked for is empty.
     return tuple(state.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 @torch.library.register_fake("iternorm::fused_backward", lib=_library)
-def _(grad, x, weight, state, output, group_size, num_iters, eps, exact, needs_input, needs_residual):
+def _(grad, more, x, weight, state, output, group_size, num_iters, eps, exact, needs_input, needs_residual):
     def like_x(wanted: bool) -> Tensor:
         return torch.empty_like(kernels().dense(x)) if wanted else state.new_empty(0)
 

@@ -6,8 +6,8 @@ know. `JoinJunctions` is a pass over its graph of forward and backward together:
     relu(layer(x))       and   relu(layer(x) + z)
 
 into one operator each way, whose forward adds and activates, and whose backward masks the gradient and returns what
-goes to `z`. The compiler's own passes then see fewer operators. A graph in which something else looks at the values in
-between stays as it is.
+goes to `z`. Where the gradient of the output is itself a sum, the backward adds it up too. The compiler's own passes
+then see fewer operators. A graph in which something else looks at the values in between stays as it is.
 """
 
 import operator
@@ -34,7 +34,7 @@ FORWARD = (
     "relu",
 )
 BACKWARD = (
-    "grad", "x", "weight", "state", "output", "group_size", "num_iters", "eps", "exact", "needs_input",
+    "grad", "more", "x", "weight", "state", "output", "group_size", "num_iters", "eps", "exact", "needs_input",
     "needs_residual",
 )  # fmt: skip
 
@@ -170,7 +170,13 @@ def _join_backward(graph: Graph, backward: Node, output: Node, has_residual: boo
     if grad is None or (not has_residual and _only_user(masked) is None):
         return
     needs_residual = len(masked.users) > 1
-    asked.update(grad=grad, output=output, needs_residual=needs_residual)
+    more = None
+    if needs_residual and _is_sum(grad) and _only_user(grad) is not None:
+        # What comes back through a shortcut, and through the layers beside it.
+        first, second = grad.args
+        if all(isinstance(part, Node) and _is_alike(part, output) for part in (first, second)):
+            grad, more = first, second
+    asked.update(grad=grad, more=more, output=output, needs_residual=needs_residual)
     backward.args = tuple(asked.values())
     if needs_residual:
         backward.meta["val"] = (*backward.meta["val"][:3], masked.meta["val"])

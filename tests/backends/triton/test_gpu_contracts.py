@@ -186,7 +186,7 @@ def test_the_operators_keep_their_contracts():
     torch.library.opcheck(fused.forward_op, arguments)
     y, state = fused.forward_op(x, weight, bias, *nothing, 64, 5, 1e-5, False, True)
     for needs_residual in (False, True):
-        arguments = (torch.randn_like(x), x, weight, state, y, 64, 5, 1e-5, False, True, needs_residual)
+        arguments = (torch.randn_like(x), None, x, weight, state, y, 64, 5, 1e-5, False, True, needs_residual)
         torch.library.opcheck(fused.backward_op, arguments)
 
 

@@ -435,9 +435,9 @@ def test_the_operators_keep_their_contracts():
     torch.library.opcheck(fused.forward_op, arguments)
     y, state = fused.forward_op(x, weight, bias, *NOT_ASKED, 8, 3, 1e-5, False, True)
     grad = torch.randn_like(x)
-    torch.library.opcheck(fused.backward_op, (grad, x, weight, state, y, 8, 3, 1e-5, False, True, False))
-    torch.library.opcheck(fused.backward_op, (grad, x, weight, state, y, 8, 3, 1e-5, False, True, True))
-    torch.library.opcheck(fused.backward_op, (grad, x, None, state, None, 8, 3, 1e-5, True, False, False))
+    torch.library.opcheck(fused.backward_op, (grad, None, x, weight, state, y, 8, 3, 1e-5, False, True, False))
+    torch.library.opcheck(fused.backward_op, (grad, None, x, weight, state, y, 8, 3, 1e-5, False, True, True))
+    torch.library.opcheck(fused.backward_op, (grad, None, x, None, state, None, 8, 3, 1e-5, True, False, False))
 
 
 def test_the_operators_keep_their_contracts_in_wide_groups():
@@ -447,7 +447,7 @@ def test_the_operators_keep_their_contracts_in_wide_groups():
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(fused.forward_op, (x, weight, None, *NOT_ASKED, 130, 1, 1e-5, False, True), test_utils=checks)
     y, state = fused.forward_op(x, weight, None, *NOT_ASKED, 130, 1, 1e-5, False, True)
-    arguments = (grad, x, weight, state, y, 130, 1, 1e-5, False, True, False)
+    arguments = (grad, None, x, weight, state, y, 130, 1, 1e-5, False, True, False)
     torch.library.opcheck(fused.backward_op, arguments, test_utils=checks)
 
 

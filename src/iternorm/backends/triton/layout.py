@@ -110,12 +110,13 @@ class State(NamedTuple):
 
     mean: int  # [C]
     variance: int  # [C]
-    batches: int  # one int64: a copy of the counter of batches
+    batches: int  # two int64: a copy of the counter of batches, and nothing
     covariance: int  # [G, BD, BD], without eps
     whitening: int  # [G, d, d]
     # [G, 2 T - 1, parts, BD, BD] of 16 bits, see `NewtonSplit`; of groups above 64 channels [2 T - 1, G, BD, BD].
     iterates: int
     size: int
+    even: bool  # all of it is written by the kernels: no part ends before the next begins
 
 
 def state_of(channels: int, group_size: int, num_iters: int, kept_parts: int) -> State:
@@ -127,11 +128,13 @@ def state_of(channels: int, group_size: int, num_iters: int, kept_parts: int) ->
     if padded <= LARGEST_NEWTON and kept_parts:
         # Of two bytes each.
         kept = kept * kept_parts // 2
+    # The copy of the counter is one of two int64.
+    lengths = (channels, channels, 4, count * padded**2, count * size**2, count * kept)
     offsets = [0]
-    for length in (channels, channels, 2, count * padded**2, count * size**2, count * kept):
+    for length in lengths:
         # Every part begins at 16 bytes, as the kernels' loads expect.
         offsets.append(offsets[-1] + -(-length // 4) * 4)
-    return State(*offsets)
+    return State(*offsets, even=offsets[-1] == sum(lengths))
 
 
 def slots_of(num_iters: int) -> int:

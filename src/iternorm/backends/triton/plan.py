@@ -9,7 +9,7 @@ from triton import OutOfResources
 from iternorm.backends.triton.device.apply import apply_backward, apply_forward
 from iternorm.backends.triton.device.moments import partial_moments, reduce_moments
 from iternorm.backends.triton.device.newton import Newton
-from iternorm.backends.triton.device.tiles import Tile
+from iternorm.backends.triton.device.tiles import After, Passing, Tile
 from iternorm.backends.triton.device.whiten import weight_gradient, whiten_backward, whiten_forward
 from iternorm.backends.triton.device.wide_apply import wide_apply, wide_apply_backward
 from iternorm.backends.triton.device.wide_moments import wide_moments, wide_reduce
@@ -49,6 +49,8 @@ class Key(NamedTuple):
     split: Split
     exact: bool  # the iteration's products in fp32's accuracy, whatever the user allows
     relu: bool  # an activation follows
+    residual: bool  # something is added before it
+    summed: bool  # the gradient of the output comes in two parts
     weight: torch.dtype | None
     bias: torch.dtype | None
     running: RunningKey | None
@@ -67,6 +69,8 @@ def plan_for(
     exact: bool = False,
     relu: bool = False,
     split: Split | None = None,
+    residual: bool = False,
+    summed: bool = False,
 ) -> "Plan":
     """The plan for this call; `split` is what the user allows now unless it is given."""
     kept = None
@@ -84,6 +88,8 @@ def plan_for(
         split_for(x.dtype) if split is None else split,
         exact,
         relu,
+        residual,
+        summed,
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
         kept,
@@ -108,6 +114,8 @@ class Plan:
         self.layout = layout = layout_of(as_read, key.group_size)
         self.newton_split = newton_split(key.split, key.exact, key.num_iters)
         self.at = state_of(layout.channels, key.group_size, key.num_iters, self.newton_split)
+        # Whether the backward's first kernel writes the gradient that passed the activation.
+        self.keeps_gradient = (key.relu and key.residual) or key.summed
         # Whether batches are counted.
         self.counts = key.running is not None and key.running.counted
         makers = {
@@ -140,7 +148,8 @@ class Plan:
     def _tiles(self, kernel: str) -> Tiles:
         if kernel in self._chosen:
             return self._chosen[kernel]
-        tiles = tiles_for(kernel, self.layout, self.key.split, self.key.relu)
+        masks = self.key.relu if kernel == "cross_moments" else self._masks
+        tiles = tiles_for(kernel, self.layout, self.key.split, masks)
         # The iteration's backward in three parts takes most of a multiprocessor's shared memory.
         return (
             tiles._replace(per_sm=1)
@@ -216,10 +225,11 @@ class Plan:
 
     def _moments(self, backward: bool = False) -> Launch:
         name = "cross_moments" if backward else "moments"
-        mean = torch.float32 if backward else None
-        relu = backward and self.key.relu
-        pointers = (self.key.dtype, self.key.dtype, self.key.dtype if relu else None, mean, torch.float32)
-        constants = {"SELF": not backward, "RELU": relu}
+        key, mean = self.key, torch.float32 if backward else None
+        passing = Passing(backward and key.summed, backward and key.relu, backward and self.keeps_gradient)
+        gradients = (key.dtype if asked else None for asked in (passing.RELU, passing.SUMMED, passing.KEPT))
+        pointers = (key.dtype, key.dtype, *gradients, mean, torch.float32)
+        constants = {"SELF": not backward, "PASSING": passing}
         if not self.layout.wide:
             return self._passes(name, partial_moments, pointers, constants, True)
         block = block_of(name, self.layout)
@@ -261,22 +271,22 @@ class Plan:
             "AVERAGE": None if self.key.running is None else running.average,
             "WEIGHT": weight is not None,
             "BIAS": bias is not None,
-            "RELU": self.key.relu,
+            "AFTER": self._after,
         }
-        pointers = (dtype, dtype, *(fp32,) * 4, self.kept, weight, bias, running.mean, running.matrix)
+        pointers = (dtype, dtype, self._residual, *(fp32,) * 4, self.kept, weight, bias, running.mean, running.matrix)
         counters = (torch.int64 if running.counted else None,) * 2
         return self._passes("whiten", whiten_forward, (*pointers, *counters), constants, floats=(0.1, 0.1))
 
     def _whiten_backward(self) -> Launch:
         dtype, weight, fp32 = self.key.dtype, self.key.weight, torch.float32
-        activations = (dtype, dtype, dtype if self.key.relu else None, dtype)
+        activations = (dtype, dtype, dtype if self._masks else None, dtype)
         pointers = (*activations, *(fp32,) * 4, self.kept, fp32, weight, None if weight is None else fp32)
         in_half = self.newton_split in (NewtonSplit.ONE_HALF, NewtonSplit.TWO_HALVES)
         largest = newton_range(self.key.num_iters) if in_half else 1.0
         # Of matrices on their way: as many as leave room for the programs of a multiprocessor.
         stages = 3 if self.newton_split <= (2 if self._tiles("whiten_backward").per_sm == 1 else 1) else 2
         newton = self._newton._replace(LARGEST=largest, STAGES=stages)
-        constants = {"NEWTON": newton, "WEIGHT": weight is not None, "RELU": self.key.relu}
+        constants = {"NEWTON": newton, "WEIGHT": weight is not None, "RELU": self._masks}
         return self._passes("whiten_backward", whiten_backward, pointers, constants, floats=(0.1,))
 
     def _weight_gradient(self) -> Launch:
@@ -287,13 +297,14 @@ class Plan:
 
     def _apply(self) -> Launch:
         dtype, weight, bias, fp32 = self.key.dtype, self.key.weight, self.key.bias, torch.float32
-        constants = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RELU": self.key.relu}
-        return self._map("apply", apply_forward, wide_apply, (dtype, dtype, fp32, fp32, weight, bias), constants)
+        constants = {"WEIGHT": weight is not None, "BIAS": bias is not None, "AFTER": self._after}
+        pointers = (dtype, dtype, self._residual, fp32, fp32, weight, bias)
+        return self._map("apply", apply_forward, wide_apply, pointers, constants)
 
     def _apply_backward(self) -> Launch:
         dtype, weight, fp32 = self.key.dtype, self.key.weight, torch.float32
-        pointers = (dtype, dtype, dtype if self.key.relu else None, dtype, *(fp32,) * 4, weight)
-        constants = {"WEIGHT": weight is not None, "RELU": self.key.relu}
+        pointers = (dtype, dtype, dtype if self._masks else None, dtype, *(fp32,) * 4, weight)
+        constants = {"WEIGHT": weight is not None, "RELU": self._masks}
         return self._map("apply_backward", apply_backward, wide_apply_backward, pointers, constants)
 
     def _map(self, name: str, function, by_block, pointers: tuple, constants: dict[str, Any]) -> Launch:
@@ -305,6 +316,19 @@ class Plan:
                 if self.layout.padded < LARGEST_TILE:
                     raise
         return self._passes(name, by_block, pointers, constants, block=BLOCK, blocks=self.layout.padded // BLOCK)
+
+    @property
+    def _after(self) -> After:
+        return After(self.key.residual, self.key.relu)
+
+    @property
+    def _residual(self) -> torch.dtype | None:
+        return self.key.dtype if self.key.residual else None
+
+    @property
+    def _masks(self) -> bool:
+        """Whether the backward's last kernel masks the gradient, which its first has not written."""
+        return self.key.relu and not self.keeps_gradient
 
     @property
     def _newton(self) -> Newton:

@@ -47,17 +47,27 @@ def state_size(x: Tensor, group_size: int, num_iters: int, exact: bool) -> int:
     return state_of(x.shape[1], group_size, num_iters, kept_parts).size
 
 
-def plan_of_state(state: Tensor, x, weight, group_size, num_iters, exact: bool, relu: bool) -> Plan:
+def plan_of_state(
+    state: Tensor,
+    x,
+    weight,
+    group_size,
+    num_iters,
+    exact: bool,
+    relu: bool,
+    residual: bool,
+    summed: bool,
+) -> Plan:
     """The plan for the backward of a forward that is known by the state it left."""
     split = split_of(state, x, group_size, num_iters, exact)
-    return plan_for(x, weight, None, group_size, num_iters, None, exact, relu, split)
+    return plan_for(x, weight, None, group_size, num_iters, None, exact, relu, split, residual, summed)
 
 
 def _parts_of(state: Any, plan: Plan) -> tuple:
     """Mean, variance, counter, covariance, whitening and iterates in the state: addresses if it is one, or tensors."""
     if isinstance(state, int):
         # Written out: a loop here costs as much as a launch.
-        mean, variance, batches, covariance, whitening, iterates, _ = plan.at
+        mean, variance, batches, covariance, whitening, iterates, *_ = plan.at
         return (
             state + 4 * mean,
             state + 4 * variance,
@@ -67,8 +77,8 @@ def _parts_of(state: Any, plan: Plan) -> tuple:
             state + 4 * iterates,
         )
     # Where there are no iterates their part is empty, and any memory will do for it.
-    slices = [state[offset if offset < plan.at.size else 0 :] for offset in plan.at[:-1]]
-    slices[2], slices[5] = slices[2][:2].view(torch.int64), slices[5].view(plan.kept)
+    slices = [state[offset if offset < plan.at.size else 0 :] for offset in plan.at[:6]]
+    slices[2], slices[5] = slices[2][:4].view(torch.int64), slices[5].view(plan.kept)
     return tuple(slices)
 
 
@@ -85,26 +95,24 @@ def forward(
     zeroed=False,
     residual=None,
 ) -> tuple[Tensor, Tensor, Plan]:
-    """Whiten a batch, and update `running` (a `Running`, or None). `relu` keeps what is positive.
+    """Whiten a batch, and update `running` (a `Running`, or None). `residual` is added; `relu` keeps what is positive.
 
-    `zeroed` clears the state first: its parts have gaps between them, and an operator's outputs must not be arbitrary.
+    `zeroed` clears the state first if the kernels leave gaps in it: an operator's outputs must not be arbitrary.
 
     Returns:
         y, the state that `backward` needs (`views` shows what is in it), and the plan, which spares it a search.
     """
-    if residual is not None:
-        y, state, plan = forward(x, weight, bias, group_size, num_iters, eps, running, exact, False, zeroed)
-        y += residual
-        return torch.relu_(y) if relu else y, state, plan
-    plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu)
+    plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu, residual=residual is not None)
     transposed = plan.copied and x.is_contiguous()
     if plan.copied:
         x = placed(x, group_size)
+    residual = _in_strides(residual, x)
     running_mean, running_matrix, num_batches, momentum, _ = running or _NOT_RUNNING
-    state = (x.new_zeros if zeroed else x.new_empty)(plan.at.size, dtype=torch.float32)
+    has_gaps = not (plan.at.even and plan.counts)
+    state = (x.new_zeros if zeroed and has_gaps else x.new_empty)(plan.at.size, dtype=torch.float32)
     y = torch.empty_like(x)
-    stream, given = given_to(x.device, x, y, state, weight, bias, running_mean, running_matrix)
-    source, target, saved, scale, shift, mean, matrix = given
+    stream, given = given_to(x.device, x, y, state, weight, bias, running_mean, running_matrix, residual)
+    source, target, saved, scale, shift, mean, matrix, added = given
     partials: Any = plan.workspace(x, "moments")
     absent, counter = None, num_batches
     if stream is not None:
@@ -113,12 +121,12 @@ def forward(
     batch_mean, variance, batches, covariance, whitening, iterates = _parts_of(saved, plan)
     if not plan.counts:
         batches = absent
-    moments = (source, source, absent, absent, partials)
+    moments = (source, source, absent, absent, absent, absent, partials)
     reduction = (partials, covariance, batch_mean, variance, counter, batches)
     rate = 0.0 if momentum is None else momentum
     if plan.iteration is None:
         whitened = (
-            source, target, covariance, batch_mean, variance, whitening, iterates, scale, shift, mean, matrix,
+            source, target, added, covariance, batch_mean, variance, whitening, iterates, scale, shift, mean, matrix,
             counter, batches, eps, rate,
         )  # fmt: skip
         plan.run(stream, ("moments", "reduce", "whiten"), (moments, reduction, whitened))
@@ -129,34 +137,29 @@ def forward(
             batch = (covariance, whitening, batch_mean, variance)
             calls.append(plan.iteration.blend(*batch, (mean, matrix), counter, batches, rate))
         names, arguments = zip(*calls, strict=True)
-        application = (source, target, whitening, batch_mean, scale, shift)
+        application = (source, target, added, whitening, batch_mean, scale, shift)
         plan.run(stream, ("moments", "reduce", *names, "apply"), (moments, reduction, *arguments, application))
     return (y.contiguous() if transposed else y), state, plan
 
 
-def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, needs_residual=False):
-    """Gradients for x (None unless `needs_input`), weight (None without one) and bias.
+def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, more=None):
+    """Gradients for x (None unless `needs_input`), weight (None without one), bias, and a residual before a ReLU.
 
-    `output` is what the forward returned, where an activation was part of it.
+    `output` is what the forward returned, where an activation was part of it. The output's gradient is `grad`, or the
+    sum of `grad` and `more`.
     """
-    if output is not None and (needs_residual or not plan.key.relu):
-        grad = torch.empty_like(dense(x)).copy_(torch.where(output > 0, grad, 0))
-        plan = plan_of_state(state, x, weight, plan.key.group_size, plan.key.num_iters, plan.key.exact, False)
-        return *backward(grad, x, weight, state, plan, eps, needs_input)[:3], grad
     transposed, stride = False, plan.stride
     if x.stride() != stride:
         transposed = plan.layout.wide and x.is_contiguous()
         x = placed(x, plan.key.group_size)
-    if grad.stride() != stride:
-        grad = torch.empty_like(x).copy_(grad)
-    if transposed and output is not None:
-        output = torch.empty_like(x).copy_(output)
+    grad, output, more = _in_strides(grad, x), _in_strides(output, x), _in_strides(more, x)
     layout = plan.layout
     grad_bias = x.new_empty(layout.channels, dtype=torch.float32)
     grad_weight = None if weight is None else torch.empty_like(grad_bias)
     dx = torch.empty_like(x) if needs_input else None
-    stream, given = given_to(x.device, x, grad, output, state, dx, weight, grad_weight, grad_bias)
-    source, gradient, passing, saved, target, scale, scale_gradient, grad_sum = given
+    passed = torch.empty_like(x) if plan.keeps_gradient else None
+    stream, given = given_to(x.device, x, grad, output, state, dx, weight, grad_weight, grad_bias, more, passed)
+    source, gradient, positive, saved, target, scale, scale_gradient, grad_sum, second_gradient, kept = given
     cross: Any = plan.workspace(x, "cross_moments")
     # The first part of the workspace is for the reduced matrix and for B, the rest for the partials.
     half = layout.num_groups * layout.padded**2
@@ -167,8 +170,9 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, 
         absent, second, partials = None, cross[half:], cross[2 * half :]
     mean, _, _, covariance, whitening, iterates = _parts_of(saved, plan)
     names = ("cross_moments", "cross_reduce")
-    arguments = ((gradient, source, passing, mean, partials), (partials, cross, grad_sum, absent, absent, absent))
-    activations = (gradient, source, passing, target)
+    first = (gradient, source, positive, second_gradient, kept, mean, partials)
+    arguments = (first, (partials, cross, grad_sum, absent, absent, absent))
+    activations = (gradient, source, positive, target) if passed is None else (kept, source, absent, target)
     if plan.iteration is None:
         if needs_input:
             statistics = (cross, covariance, mean, whitening, iterates, grad_sum)
@@ -186,19 +190,25 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, 
             names = (*names, "apply_backward")
             arguments = (*arguments, (*activations, whitening, second, mean, grad_sum, scale))
     plan.run(stream, names, arguments)
-    return (dx.contiguous() if transposed and dx is not None else dx), grad_weight, grad_bias, None
+    if transposed:
+        dx, passed = (None if t is None else t.contiguous() for t in (dx, passed))
+    return dx, grad_weight, grad_bias, passed
+
+
+def _in_strides(tensor: Tensor | None, x: Tensor) -> Tensor | None:
+    """The tensor, or a copy of it that lies in memory as `x` does."""
+    if tensor is None or tensor.stride() == x.stride():
+        return tensor
+    return torch.empty_like(x).copy_(tensor)
 
 
 def apply(x, whitening, mean, weight, bias, group_size, relu=False, residual=None) -> Tensor:
     """y = diag(γ) W (x - μ) + β from given fp32 statistics: one launch."""
-    if residual is not None:
-        y = apply(x, whitening, mean, weight, bias, group_size) + residual
-        return torch.relu_(y) if relu else y
     transposed = x.is_contiguous()
-    plan = plan_for(x, weight, bias, group_size, 0, None, relu=relu)
+    plan = plan_for(x, weight, bias, group_size, 0, None, relu=relu, residual=residual is not None)
     if plan.copied:
         x = placed(x, group_size)
     y = torch.empty_like(x)
-    stream, given = given_to(x.device, x, y, whitening, mean, weight, bias)
+    stream, given = given_to(x.device, x, y, _in_strides(residual, x), whitening, mean, weight, bias)
     plan.run(stream, ("apply",), (tuple(given),))
     return y.contiguous() if transposed else y

@@ -14,13 +14,13 @@ from iternorm.backends.triton.device.products import on_channels
 from iternorm.backends.triton.device.tiles import (
     along_channels,
     channels_of,
+    finished,
     follow,
     full_until,
     load_tile,
     load_vector,
     matrix_of,
     passed,
-    rectified,
     sample_offsets,
     share_of,
     shifted,
@@ -49,6 +49,7 @@ def rounded_on(matrix, vector):
 def forward_tile(
     x_ptr,
     y_ptr,
+    residual_ptr,
     start,
     last,
     matrix,
@@ -60,7 +61,7 @@ def forward_tile(
     L,
     TILE: tl.constexpr,
     FULL: tl.constexpr,
-    RELU: tl.constexpr,
+    AFTER: tl.constexpr,
 ):
     samples = sample_offsets(start, L, C, TILE)
     x = load_tile(x_ptr, samples, channels, start, last, valid, TILE, FULL)
@@ -68,7 +69,8 @@ def forward_tile(
     if TILE.PARTS != 1:
         x = shifted(x, mean, start, last, valid, TILE, FULL)
     y = on_channels(matrix, x, y, TILE.ROWS, TILE.PARTS)
-    y = rectified(y + along_channels(offset, TILE.ROWS), RELU)
+    y += along_channels(offset, TILE.ROWS)
+    y = finished(y, residual_ptr, samples, channels, start, last, valid, TILE, FULL, AFTER)
     store_tile(y_ptr, samples, channels, y, start, last, valid, TILE, FULL)
 
 
@@ -76,6 +78,7 @@ def forward_tile(
 def forward_tiles(
     x_ptr,
     y_ptr,
+    residual_ptr,
     matrix,
     mean,
     offset,
@@ -87,7 +90,7 @@ def forward_tiles(
     C,
     L,
     TILE: tl.constexpr,
-    RELU: tl.constexpr,
+    AFTER: tl.constexpr,
 ):
     """y = matrix (x - mean) + offset over a program's share of the tiles."""
     if TILE.PARTS == 1:
@@ -98,15 +101,20 @@ def forward_tiles(
     last = tl.maximum(last, first)
     middle = full_until(first, last, TILE)
     for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
-        forward_tile(x_ptr, y_ptr, start, last, operand, mean, offset, channels, valid, C, L, TILE, True, RELU)
+        forward_tile(
+            x_ptr, y_ptr, residual_ptr, start, last, operand, mean, offset, channels, valid, C, L, TILE, True, AFTER
+        )
     if middle < last:
-        forward_tile(x_ptr, y_ptr, middle, last, operand, mean, offset, channels, valid, C, L, TILE, False, RELU)
+        forward_tile(
+            x_ptr, y_ptr, residual_ptr, middle, last, operand, mean, offset, channels, valid, C, L, TILE, False, AFTER
+        )
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program"])
 def apply_forward(
     x_ptr,
     y_ptr,
+    residual_ptr,
     whitening_ptr,
     mean_ptr,
     weight_ptr,
@@ -118,10 +126,10 @@ def apply_forward(
     TILE: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
-    RELU: tl.constexpr,
+    AFTER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = diag(γ) W (x - μ) + β (math.md, Eq. 1), and what is positive of it with an activation."""
+    """y = diag(γ) W (x - μ) + β (math.md, Eq. 1), and what follows."""
     D: tl.constexpr = TILE.D
     program = tl.program_id(0)
     group = tl.program_id(1)
@@ -134,7 +142,10 @@ def apply_forward(
     matrix = tl.load(whitening_ptr + group * D * D + i * D + j, mask=inside, other=0.0).to(tl.float32)
     if WEIGHT:
         matrix = matrix * weight[:, None]
-    forward_tiles(x_ptr, y_ptr, matrix, mean, offset, channels, valid, program, tiles_per_program, M, C, L, TILE, RELU)
+    forward_tiles(
+        x_ptr, y_ptr, residual_ptr, matrix, mean, offset, channels, valid, program, tiles_per_program, M, C, L,
+        TILE, AFTER,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.products import in_parts, split_dot
+from iternorm.backends.triton.device.running import copy_count
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,
     full_until,
+    gradient_tile,
     load_tile,
     over_samples,
-    passed,
     sample_offsets,
     share_of,
     shifted,
@@ -56,6 +57,8 @@ def gram_tile(
     a_ptr,
     x_ptr,
     output_ptr,
+    more_ptr,
+    kept_ptr,
     start,
     first,
     last,
@@ -70,7 +73,7 @@ def gram_tile(
     TILE: tl.constexpr,
     SELF: tl.constexpr,
     FULL: tl.constexpr,
-    RELU: tl.constexpr,
+    PASSING: tl.constexpr,
 ):
     """Add one tile to Σ a xᵀ and Σ a. With a = x, products of unlike parts are kept once, in `mixed`.
 
@@ -100,8 +103,9 @@ def gram_tile(
             else:
                 gram = tl.dot(left1, right1, gram)
     else:
-        a = load_tile(a_ptr, samples, channels, start, last, valid, TILE, FULL).to(tl.float32)
-        a = passed(a, output_ptr, samples, channels, start, last, valid, TILE, FULL, RELU)
+        a = gradient_tile(
+            a_ptr, more_ptr, output_ptr, kept_ptr, samples, channels, start, last, valid, True, TILE, FULL, PASSING
+        )
         total += a
         gram = outer_product(a, x, gram, TILE)
     return gram, mixed, total, shift
@@ -112,6 +116,8 @@ def partial_moments(
     a_ptr,
     x_ptr,
     output_ptr,
+    more_ptr,
+    kept_ptr,
     mean_ptr,
     workspace_ptr,
     M,
@@ -121,14 +127,14 @@ def partial_moments(
     num_programs,
     TILE: tl.constexpr,
     SELF: tl.constexpr,
-    RELU: tl.constexpr,
+    PASSING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Σ a and Σ a (x - shift)ᵀ over a run of tiles.
 
     Forward (`SELF`): a is x - shift too, and the shift is the mean of the program's own first tile, so that a large
-    mean costs no accuracy (math.md, Eq. 4). Backward: a is dy, and the shift is the mean of the batch (Eq. 21); with an
-    activation (`RELU`), dy where the output of the layer is positive.
+    mean costs no accuracy (math.md, Eq. 4). Backward: a is dy, and the shift is the mean of the batch (Eq. 21);
+    `PASSING` says what dy is made of.
     """
     BD: tl.constexpr = TILE.BD
     program = tl.program_id(0)
@@ -148,13 +154,13 @@ def partial_moments(
     middle = full_until(first, last, TILE)
     for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
         gram, mixed, total, shift = gram_tile(
-            a_ptr, x_ptr, output_ptr, start, first, last, shift, channels, valid, C, L, gram, mixed, total,
-            TILE, SELF, True, RELU,
+            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, first, last, shift, channels, valid, C, L, gram,
+            mixed, total, TILE, SELF, True, PASSING,
         )  # fmt: skip
     if middle < last:
         gram, mixed, total, shift = gram_tile(
-            a_ptr, x_ptr, output_ptr, middle, first, last, shift, channels, valid, C, L, gram, mixed, total,
-            TILE, SELF, False, RELU,
+            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, middle, first, last, shift, channels, valid, C, L, gram,
+            mixed, total, TILE, SELF, False, PASSING,
         )  # fmt: skip
     if SELF:
         if TILE.PARTS > 1:
@@ -243,6 +249,6 @@ def reduce_moments(
         tl.store(vector_ptr + group * D + columns, total, mask=member)
         if COUNT:
             if group == 0:
-                tl.store(batches_ptr, tl.load(num_batches_ptr))
+                copy_count(num_batches_ptr, batches_ptr)
     if SELF:
         tl.store(variance_ptr + group * D + columns, line, mask=member & (columns == row))

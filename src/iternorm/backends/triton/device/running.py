@@ -61,6 +61,13 @@ def blend_mean(running_mean_ptr, channels, member, mean, share, keep):
 
 
 @triton.jit
+def copy_count(num_batches_ptr, batches_ptr):
+    """The counter, for the programs that read it while one counts this batch; what lies behind the copy is cleared."""
+    pair = tl.arange(0, 2)
+    tl.store(batches_ptr + pair, tl.where(pair == 0, tl.load(num_batches_ptr), 0))
+
+
+@triton.jit
 def count_batch(num_batches_ptr, batches_ptr, keep):
     """`batches_ptr` has a copy of the counter: other programs read that."""
     tl.store(num_batches_ptr, tl.load(batches_ptr) + keep.to(tl.int64))

@@ -27,6 +27,21 @@ class Tile(NamedTuple):
     STAGES: int  # of the loop that loads tiles
 
 
+class After(NamedTuple):
+    """What follows the normalization in the same kernel."""
+
+    RESIDUAL: bool  # an addition
+    RELU: bool  # an activation
+
+
+class Passing(NamedTuple):
+    """What the first kernel of a backward makes of the output's gradient."""
+
+    SUMMED: bool  # it comes in two parts, to be added
+    RELU: bool  # it passes where the output is positive
+    KEPT: bool  # what passes is written: it is the residual's gradient, and the next kernel reads it
+
+
 @triton.jit
 def follow(PDL: tl.constexpr):
     """Wait for the launch before, then let the next one start: programmatic dependent launch.
@@ -195,8 +210,33 @@ def passed(
 
 
 @triton.jit
-def rectified(tile, RELU: tl.constexpr):
-    """What is positive of a tile, where an activation follows. A NaN stays one."""
-    if RELU:
+def gradient_tile(
+    grad_ptr, more_ptr, output_ptr, kept_ptr, samples, channels, start, last, valid, keeps,
+    TILE: tl.constexpr, FULL: tl.constexpr, PASSING: tl.constexpr,
+):  # fmt: skip
+    """A tile of dy in fp32, before the activation. A program that `keeps` writes it where that is asked for.
+
+    A sum is rounded as autograd would, so that the sums of this kernel are those of what the next one reads.
+    """
+    tile = load_tile(grad_ptr, samples, channels, start, last, valid, TILE, FULL)
+    if PASSING.SUMMED:
+        more = load_tile(more_ptr, samples, channels, start, last, valid, TILE, FULL)
+        tile = (tile.to(tl.float32) + more.to(tl.float32)).to(grad_ptr.dtype.element_ty)
+    tile = passed(tile, output_ptr, samples, channels, start, last, valid, TILE, FULL, PASSING.RELU)
+    if PASSING.KEPT:
+        if keeps:
+            store_tile(kept_ptr, samples, channels, tile, start, last, valid, TILE, FULL)
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def finished(
+    tile, residual_ptr, samples, channels, start, last, valid,
+    TILE: tl.constexpr, FULL: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    """A tile of the output with what follows: a residual is added, and of the sum what is positive. A NaN stays one."""
+    if AFTER.RESIDUAL:
+        tile += load_tile(residual_ptr, samples, channels, start, last, valid, TILE, FULL).to(tl.float32)
+    if AFTER.RELU:
         tile = tl.where(tile < 0, 0.0, tile)
     return tile

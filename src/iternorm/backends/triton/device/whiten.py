@@ -33,6 +33,7 @@ def regularized(raw, identity, eps, NEWTON: tl.constexpr):
 def whiten_forward(
     x_ptr,
     y_ptr,
+    residual_ptr,
     covariance_ptr,
     mean_ptr,
     variance_ptr,
@@ -55,7 +56,7 @@ def whiten_forward(
     AVERAGE: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
-    RELU: tl.constexpr,
+    AFTER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y = diag(γ) W (x - μ) + β (math.md, Eq. 1) with W of the batch, and the running statistics if it is finite.
@@ -100,8 +101,9 @@ def whiten_forward(
     if WEIGHT:
         whitening = whitening * weight[:, None]
     forward_tiles(
-        x_ptr, y_ptr, whitening, mean, offset, channels, valid, program, tiles_per_program, M, C, L, TILE, RELU
-    )
+        x_ptr, y_ptr, residual_ptr, whitening, mean, offset, channels, valid, program, tiles_per_program, M, C, L,
+        TILE, AFTER,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program"])

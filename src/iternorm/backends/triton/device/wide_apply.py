@@ -16,12 +16,12 @@ from iternorm.backends.triton.device.steps import load_block
 from iternorm.backends.triton.device.tiles import (
     along_channels,
     channels_of,
+    finished,
     follow,
     full_until,
     load_tile,
     load_vector,
     passed,
-    rectified,
     sample_offsets,
     share_of,
     shifted,
@@ -47,6 +47,7 @@ def add_block(tile, operand, acc, TILE: tl.constexpr):
 def wide_forward_tile(
     x_ptr,
     y_ptr,
+    residual_ptr,
     whitening_ptr,
     mean_ptr,
     start,
@@ -59,7 +60,7 @@ def wide_forward_tile(
     L,
     TILE: tl.constexpr,
     FULL: tl.constexpr,
-    RELU: tl.constexpr,
+    AFTER: tl.constexpr,
 ):
     samples = sample_offsets(start, L, C, TILE)
     rows = block * TILE.BC + tl.arange(0, TILE.BC)
@@ -72,8 +73,9 @@ def wide_forward_tile(
             mean = tl.load(mean_ptr + features, mask=valid, other=0.0).to(tl.float32)
             x = shifted(x, mean, start, last, valid, TILE, FULL)
         y = add_block(x, as_operand(matrix, TILE), y, TILE)
-    y = rectified(y * along_channels(scale, TILE.ROWS) + along_channels(offset, TILE.ROWS), RELU)
+    y = y * along_channels(scale, TILE.ROWS) + along_channels(offset, TILE.ROWS)
     _, valid, channels = channels_of(group, C, L, TILE, block * TILE.BC)
+    y = finished(y, residual_ptr, samples, channels, start, last, valid, TILE, FULL, AFTER)
     store_tile(y_ptr, samples, channels, y, start, last, valid, TILE, FULL)
 
 
@@ -81,6 +83,7 @@ def wide_forward_tile(
 def wide_apply(
     x_ptr,
     y_ptr,
+    residual_ptr,
     whitening_ptr,
     mean_ptr,
     weight_ptr,
@@ -92,7 +95,7 @@ def wide_apply(
     TILE: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
-    RELU: tl.constexpr,
+    AFTER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`apply_forward` of a block of output channels."""
@@ -119,12 +122,14 @@ def wide_apply(
     middle = full_until(first, last, TILE)
     for start in range(first, middle, TILE.BL):
         wide_forward_tile(
-            x_ptr, y_ptr, whitening_ptr, mean_ptr, start, last, block, group, scale, offset, C, L, TILE, True, RELU
-        )
+            x_ptr, y_ptr, residual_ptr, whitening_ptr, mean_ptr, start, last, block, group, scale, offset, C, L,
+            TILE, True, AFTER,
+        )  # fmt: skip
     if middle < last:
         wide_forward_tile(
-            x_ptr, y_ptr, whitening_ptr, mean_ptr, middle, last, block, group, scale, offset, C, L, TILE, False, RELU
-        )
+            x_ptr, y_ptr, residual_ptr, whitening_ptr, mean_ptr, middle, last, block, group, scale, offset, C, L,
+            TILE, False, AFTER,
+        )  # fmt: skip
 
 
 @triton.jit

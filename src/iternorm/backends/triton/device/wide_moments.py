@@ -12,14 +12,15 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.moments import outer_product, rounded_pilot
+from iternorm.backends.triton.device.running import copy_count
 from iternorm.backends.triton.device.steps import tile_of
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,
     full_until,
+    gradient_tile,
     load_tile,
     over_samples,
-    passed,
     sample_offset,
     sample_offsets,
     share_of,
@@ -49,6 +50,8 @@ def product_tile(
     a_ptr,
     x_ptr,
     output_ptr,
+    more_ptr,
+    kept_ptr,
     start,
     last,
     left_shift,
@@ -61,21 +64,24 @@ def product_tile(
     L,
     gram,
     total,
+    keeps,
     TILE: tl.constexpr,
     SELF: tl.constexpr,
     FULL: tl.constexpr,
-    RELU: tl.constexpr,
+    PASSING: tl.constexpr,
 ):
     """Add one tile of two blocks to Σ a xᵀ and Σ a."""
     samples = sample_offsets(start, L, C, TILE)
     x = load_tile(x_ptr, samples, right_channels, start, last, right_valid, TILE, FULL)
     x = shifted(x, right_shift, start, last, right_valid, TILE, FULL)
-    a = load_tile(a_ptr, samples, left_channels, start, last, left_valid, TILE, FULL)
     if SELF:
+        a = load_tile(a_ptr, samples, left_channels, start, last, left_valid, TILE, FULL)
         a = shifted(a, left_shift, start, last, left_valid, TILE, FULL)
     else:
-        a = a.to(tl.float32)
-        a = passed(a, output_ptr, samples, left_channels, start, last, left_valid, TILE, FULL, RELU)
+        a = gradient_tile(
+            a_ptr, more_ptr, output_ptr, kept_ptr, samples, left_channels, start, last, left_valid, keeps,
+            TILE, FULL, PASSING,
+        )  # fmt: skip
     total += a
     return outer_product(a, x, gram, TILE), total
 
@@ -85,6 +91,8 @@ def wide_moments(
     a_ptr,
     x_ptr,
     output_ptr,
+    more_ptr,
+    kept_ptr,
     mean_ptr,
     workspace_ptr,
     M,
@@ -94,7 +102,7 @@ def wide_moments(
     num_programs,
     TILE: tl.constexpr,
     SELF: tl.constexpr,
-    RELU: tl.constexpr,
+    PASSING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`partial_moments` of a pair of blocks. Forward (`SELF`), of pairs on and below the diagonal."""
@@ -128,13 +136,13 @@ def wide_moments(
     middle = full_until(first, last, TILE)
     for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
         gram, total = product_tile(
-            a_ptr, x_ptr, output_ptr, start, last, left_shift, right_shift, left_channels, right_channels, left_valid,
-            right_valid, C, L, gram, total, TILE, SELF, True, RELU,
+            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, last, left_shift, right_shift, left_channels,
+            right_channels, left_valid, right_valid, C, L, gram, total, column == 0, TILE, SELF, True, PASSING,
         )  # fmt: skip
     if middle < last:
         gram, total = product_tile(
-            a_ptr, x_ptr, output_ptr, middle, last, left_shift, right_shift, left_channels, right_channels, left_valid,
-            right_valid, C, L, gram, total, TILE, SELF, False, RELU,
+            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, middle, last, left_shift, right_shift, left_channels,
+            right_channels, left_valid, right_valid, C, L, gram, total, column == 0, TILE, SELF, False, PASSING,
         )  # fmt: skip
 
     slot = (group * num_programs + program).to(tl.int64)
@@ -223,7 +231,7 @@ def wide_reduce(
         tl.store(vector_ptr + group * D + rows, total_rows, mask=member)
     if COUNT:
         if (tl.program_id(0) == 0) & (group == 0):
-            tl.store(batches_ptr, tl.load(num_batches_ptr))
+            copy_count(num_batches_ptr, batches_ptr)
     if SELF:
         if tl.program_id(0) // across == tl.program_id(0) % across:
             diagonal = tl.sum(tl.where(rows[:, None] == columns[None, :], tile, 0.0), 1)
