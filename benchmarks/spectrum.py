@@ -17,7 +17,7 @@ from torch import Tensor
 from iternorm import functional
 from iternorm.report.files import write_text_atomically
 from iternorm.report.provenance import provenance
-from iternorm.timing.cpu.contest import TABLE_A1
+from iternorm.timing.cpu.comparison import TABLE_A1
 
 NUM_ITERS = (0, 1, 3, 5, 7, 9, 15)
 QUANTILES = {"smallest": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "largest": 1.0}

@@ -12,7 +12,7 @@ import iternorm
 from iternorm import bench, cli
 from iternorm.__main__ import main
 from iternorm.experiments.demo import runs as demo
-from iternorm.timing.cpu import contest
+from iternorm.timing.cpu import comparison
 from iternorm.timing.cpu.devices import Case
 
 
@@ -27,13 +27,13 @@ def tiny_bench(monkeypatch):
     """`bench.run` on one tiny case."""
     real_run, real_count = bench.run, bench.count_timings
 
-    def rivals(num_channels):
-        return bench.standard_rivals(num_channels, group_sizes=(4,), dbn_group_sizes=(4,), num_iters=(5,))
+    def candidates(num_channels):
+        return bench.standard_candidates(num_channels, group_sizes=(4,), dbn_group_sizes=(4,), num_iters=(5,))
 
-    small = {"cases": [Case((4, 8, 3, 3))], "rivals": rivals}
+    small = {"cases": [Case((4, 8, 3, 3))], "candidates": candidates}
     monkeypatch.setattr(bench, "run", lambda **kwargs: real_run(**small, **kwargs))
     monkeypatch.setattr(bench, "count_timings", lambda **kwargs: real_count(**small, **kwargs))
-    monkeypatch.setattr(contest, "set_malloc_thresholds", lambda: True)
+    monkeypatch.setattr(comparison, "set_malloc_thresholds", lambda: True)
 
 
 def test_version(invoke):

@@ -1,4 +1,4 @@
-"""The benchmark: its rivals are right, its bookkeeping is right. Nothing here depends on how fast anything is."""
+"""The benchmark: its candidates are right, its bookkeeping is right. Nothing here depends on how fast anything is."""
 
 import ctypes
 import itertools
@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from iternorm import bench, reference
-from iternorm.timing.cpu import contest
-from iternorm.timing.cpu.devices import Case, Contestant, CpuDevice, set_malloc_thresholds
-from iternorm.timing.cpu.rivals import CopyingIterNorm, Rival
+from iternorm.timing.cpu import comparison
+from iternorm.timing.cpu.candidates import Candidate, CopyingIterNorm
+from iternorm.timing.cpu.devices import Case, CpuDevice, Entry, set_malloc_thresholds
 
 TINY = Case((6, 8, 5, 5))
 
@@ -21,11 +21,11 @@ TINY = Case((6, 8, 5, 5))
 @pytest.fixture(autouse=True)
 def allocator_as_it_is(monkeypatch):
     """The thresholds stay set for the life of a process: not in that of the tests."""
-    monkeypatch.setattr(contest, "set_malloc_thresholds", lambda: True)
+    monkeypatch.setattr(comparison, "set_malloc_thresholds", lambda: True)
 
 
-def tiny_rivals(num_channels):
-    return bench.standard_rivals(num_channels, group_sizes=(4, 8), dbn_group_sizes=(4,), num_iters=(3, 5))
+def tiny_candidates(num_channels):
+    return bench.standard_candidates(num_channels, group_sizes=(4, 8), dbn_group_sizes=(4,), num_iters=(3, 5))
 
 
 @pytest.mark.parametrize("group_size", [3, 6])
@@ -55,25 +55,25 @@ def test_authors_formulation_refuses_a_ragged_group():
 
 
 @pytest.mark.parametrize("num_channels", [64, 128])
-def test_standard_rivals_are_the_rows_of_table_a1(num_channels):
-    rivals = {rival.name: rival for rival in bench.standard_rivals(num_channels)}
-    named = {rival.paper for rival in rivals.values() if rival.paper}
+def test_standard_candidates_are_the_rows_of_table_a1(num_channels):
+    candidates = {candidate.name: candidate for candidate in bench.standard_candidates(num_channels)}
+    named = {candidate.paper for candidate in candidates.values() if candidate.paper}
     assert named == set(bench.PAPER_MS) - {"nn convolution"}
-    assert rivals[f"IterNorm T=5 d={num_channels}"].paper == "IterNorm, T=5"
-    assert ("IterNorm T=5 d=128" in rivals) == (num_channels == 128)
+    assert candidates[f"IterNorm T=5 d={num_channels}"].paper == "IterNorm, T=5"
+    assert ("IterNorm T=5 d=128" in candidates) == (num_channels == 128)
     x = torch.randn(2, num_channels, 4, 4)
-    for rival in rivals.values():
-        assert rival.make()(x).shape == x.shape
+    for candidate in candidates.values():
+        assert candidate.make()(x).shape == x.shape
 
 
-def test_run_times_every_rival_in_every_round():
+def test_run_times_every_candidate_in_every_round():
     calls = []
-    result = bench.run([TINY], rounds=3, rivals=tiny_rivals, progress=lambda: calls.append(1))
+    result = bench.run([TINY], rounds=3, candidates=tiny_candidates, progress=lambda: calls.append(1))
     assert json.loads(json.dumps(result)) == result
-    assert len(calls) == bench.count_timings([TINY], rounds=3, rivals=tiny_rivals)
+    assert len(calls) == bench.count_timings([TINY], rounds=3, candidates=tiny_candidates)
     (case,) = result["cases"]
     assert case["shape"] == [6, 8, 5, 5]
-    assert [row["name"] for row in case["rivals"]] == [rival.name for rival in tiny_rivals(8)]
+    assert [row["name"] for row in case["rivals"]] == [candidate.name for candidate in tiny_candidates(8)]
     by_name = {row["name"]: row for row in case["rivals"]}
     for row in case["rivals"]:
         assert len(row["samples_ms"]) == 3
@@ -89,19 +89,19 @@ def test_run_times_every_rival_in_every_round():
 
 def test_everybody_has_a_turn_each_round_and_nobody_always_follows_the_same(monkeypatch):
     order = []
-    monkeypatch.setattr(CpuDevice, "milliseconds", lambda self, contestant: order.append(contestant.rival.name) or 1.0)
-    rivals = [Rival(name, nn.Identity) for name in "abcd"]
-    bench.run([TINY], rounds=15, rivals=lambda num_channels: rivals)
+    monkeypatch.setattr(CpuDevice, "milliseconds", lambda self, entry: order.append(entry.candidate.name) or 1.0)
+    candidates = [Candidate(name, nn.Identity) for name in "abcd"]
+    bench.run([TINY], rounds=15, candidates=lambda num_channels: candidates)
     rounds = ["".join(order[i : i + 4]) for i in range(0, len(order), 4)]
-    assert len(rounds) == contest.WARMUP_ROUNDS + 15
+    assert len(rounds) == comparison.WARMUP_ROUNDS + 15
     assert all(sorted(names) == list("abcd") for names in rounds)
     # Everyone follows everyone else at some time.
     assert len({pair for names in rounds for pair in itertools.pairwise(names)}) == 12
 
 
 def test_paper_ratio_is_to_the_cudnn_convolution(monkeypatch):
-    monkeypatch.setattr(CpuDevice, "milliseconds", lambda self, contestant: 1.0)
-    monkeypatch.setattr(CpuDevice, "peak_bytes", lambda self, contestant: 0)
+    monkeypatch.setattr(CpuDevice, "milliseconds", lambda self, entry: 1.0)
+    monkeypatch.setattr(CpuDevice, "peak_bytes", lambda self, entry: 0)
     result = bench.run([Case((2, 64, 2, 2))], rounds=1)
     ratios = {row["name"]: row["paper_ratio_to_convolution"] for row in result["cases"][0]["rivals"]}
     assert ratios["conv3x3"] == 1
@@ -126,14 +126,14 @@ class Copies(nn.Module):
 def test_memory_counts_what_is_alive_at_once(count):
     case = Case((16, 8, 32, 32))
     x, grad_output = case.make(torch.device("cpu"))
-    contestant = Contestant(Rival("copies", lambda: Copies(count)), case, torch.device("cpu"), x, grad_output)
+    entry = Entry(Candidate("copies", lambda: Copies(count)), case, torch.device("cpu"), x, grad_output)
     # The copies and the output; the gradient of the input comes when the copies are gone.
     activation = x.numel() * x.element_size()
-    assert CpuDevice().peak_bytes(contestant) / activation == pytest.approx(count + 1, abs=0.01)
+    assert CpuDevice().peak_bytes(entry) / activation == pytest.approx(count + 1, abs=0.01)
 
 
 def test_memory_measurement_leaves_standard_error_as_it_was(capfd):
-    bench.run([TINY], rounds=1, rivals=lambda num_channels: [Rival("BatchNorm2d", lambda: nn.BatchNorm2d(8))])
+    bench.run([TINY], rounds=1, candidates=lambda num_channels: [Candidate("BatchNorm2d", lambda: nn.BatchNorm2d(8))])
     print("still here", file=sys.stderr)
     assert capfd.readouterr().err == "still here\n"
 
@@ -149,7 +149,9 @@ def test_case_is_the_same_every_time_and_in_the_layout_asked_for():
 
 def test_threads_are_set_for_the_run_and_restored():
     before = torch.get_num_threads()
-    result = bench.run([TINY], rounds=1, threads=before + 1, rivals=lambda num_channels: tiny_rivals(num_channels)[:2])
+    result = bench.run(
+        [TINY], rounds=1, threads=before + 1, candidates=lambda num_channels: tiny_candidates(num_channels)[:2]
+    )
     assert result["provenance"]["machine"]["threads"] == before + 1
     assert torch.get_num_threads() == before
 
@@ -197,21 +199,23 @@ def test_malloc_thresholds_where_the_library_has_none(monkeypatch):
 
 @pytest.mark.parametrize(("was_set", "words"), [(True, "glibc was told"), (False, "could not be set"), (None, None)])
 def test_notes_say_what_was_done_to_the_allocator(was_set, words):
-    result = bench.run([TINY], rounds=1, rivals=lambda num_channels: tiny_rivals(num_channels)[:2])
+    result = bench.run([TINY], rounds=1, candidates=lambda num_channels: tiny_candidates(num_channels)[:2])
     result["settings"]["malloc_thresholds_set"] = was_set
     text = "\n".join(bench.notes(result))
     assert all((phrase in text) == (phrase == words) for phrase in ("glibc was told", "could not be set"))
 
 
-def test_table_has_a_row_a_rival_and_fits_eighty_columns():
+def test_table_has_a_row_a_candidate_and_fits_eighty_columns():
     from rich.console import Console
 
-    result = bench.run([TINY], rounds=1, rivals=tiny_rivals)
+    result = bench.run([TINY], rounds=1, candidates=tiny_candidates)
     case = result["cases"][0]
     wide = {"median_ms": 1234.56, "max_ms": 20000.0, "ratio_to_convolution": 123.45, "ratio_to_batch_norm": 123.45}
-    case["rivals"] = [{**case["rivals"][0], **wide, "name": rival.name} for rival in bench.standard_rivals(128)]
+    case["rivals"] = [
+        {**case["rivals"][0], **wide, "name": candidate.name} for candidate in bench.standard_candidates(128)
+    ]
     console = Console(width=80, record=True, file=StringIO())
     console.print(bench.table(case))
     text = console.export_text()
-    assert all(rival.name in text for rival in bench.standard_rivals(128))
+    assert all(candidate.name in text for candidate in bench.standard_candidates(128))
     assert "…" not in text

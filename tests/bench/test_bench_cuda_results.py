@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from fake_gpu import TINY, FakeGpu, tiny_rivals, tiny_vgg
+from fake_gpu import TINY, FakeGpu, tiny_candidates, tiny_vgg
 
 from iternorm.bench import gpu as cuda
 from iternorm.bench.gpu import table, targets
-from iternorm.timing.gpu import cases, contest, training
+from iternorm.timing.gpu import cases, comparison, training
 from iternorm.timing.gpu.cases import STEM, TABLE_A1
 
 
@@ -22,7 +22,7 @@ def synthetic(ours=1.0, network=1.0):
                 for layout in cases.LAYOUTS:
                     time = ours if name.startswith("IterNorm") else 1.0
                     rows.append({"name": name, "layout": layout, "graph_ms": time, "eager_ms": time})
-            contest.add_ratios(rows, 1.0, 1)
+            comparison.add_ratios(rows, 1.0, 1)
             found["cases"].append({"shape": list(shape), "dtype": dtype, "floor_ms": 1.0, "rivals": rows})
     for dtype in targets.DTYPES:
         row = {"name": "IterNorm d=64", "ratio_to_batch_norm": network, "memory_ratio_to_batch_norm": network}
@@ -88,7 +88,7 @@ def test_a_target_without_figures_is_not_met():
 
 def test_a_quick_run_has_few_rounds(monkeypatch):
     monkeypatch.setattr(cuda, "run_setting", lambda setting, norms, gpu, rounds: {"dtype": "", "networks": []})
-    found = cuda.run(rounds=15, quick=True, shapes=[TINY], rivals=tiny_rivals, gpu=FakeGpu())
+    found = cuda.run(rounds=15, quick=True, shapes=[TINY], candidates=tiny_candidates, gpu=FakeGpu())
     assert len(found["cases"][0]["rivals"][0]["graph_samples_ms"]) == found["settings"]["rounds"] == 5
 
 
@@ -103,7 +103,7 @@ def result():
         found = cuda.run(
             rounds=2,
             shapes=[TINY, (4, 8, 2, 2)],
-            rivals=tiny_rivals,
+            candidates=tiny_candidates,
             gpu=FakeGpu(),
             progress=parts.append,
             save=lambda so_far: saved.append(json.loads(json.dumps(so_far))),
@@ -180,8 +180,8 @@ def test_the_default_precision_comes_first_and_tf32_beside_it():
         if row["name"] == "IterNorm T=5 d=64":
             row["graph_ms"], row["eager_ms"] = 0.5, 0.25
     (head, single), (_, half) = (
-        table._layer_rows([{**case, "dtype": dtype, "rivals": rivals}])
-        for dtype, rivals in (
+        table._layer_rows([{**case, "dtype": dtype, "rivals": candidates}])
+        for dtype, candidates in (
             ("float32", case["rivals"]),
             ("bfloat16", [row for row in case["rivals"] if not row["name"].endswith("exact")]),
         )

@@ -126,7 +126,7 @@ def test_a_network_that_fails_or_diverges_is_reported(small_batch):
     assert rows["BatchNorm2d"]["step_ms"] == 2
 
 
-def test_jobs_compile_every_rival_once_in_every_layout_and_dtype():
+def test_jobs_compile_every_candidate_once_in_every_layout_and_dtype():
     jobs = precompile.jobs_for(cases.SHAPES, cases.DTYPES)
     assert len(jobs) == len(set(jobs))
     # torch.compile takes longest and comes first; it is made for the very shape.
@@ -141,14 +141,14 @@ def test_jobs_compile_every_rival_once_in_every_layout_and_dtype():
 
 
 @pytest.mark.parametrize("name", ["IterNorm T=5 d=64 exact", "IterNorm T=3 d=64"])
-def test_a_job_runs_the_rival_it_names(name):
+def test_a_job_runs_the_candidate_it_names(name):
     precompile.first_step(precompile.Job(name, TABLE_A1[0], torch.float32, "NHWC"), "cpu")
 
 
 def test_precompiling_reports_what_failed():
-    unknown = precompile.Job("no such rival", TABLE_A1[0], torch.float32, "NCHW")
+    unknown = precompile.Job("no such candidate", TABLE_A1[0], torch.float32, "NCHW")
     summary = precompile.compile_all([unknown], "cpu", processes=2)
     assert summary["jobs"] == 1
     assert len(summary["failed"]) == 1
-    assert "no such rival" in summary["failed"][0]
+    assert "no such candidate" in summary["failed"][0]
     assert precompile.compile_all([unknown], "cpu", processes=1)["failed"] == []

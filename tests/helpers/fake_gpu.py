@@ -1,4 +1,4 @@
-"""A GPU's clocks without a GPU, and rivals and networks small enough for them."""
+"""A GPU's clocks without a GPU, and candidates and networks small enough for them."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -8,13 +8,13 @@ from torch import nn
 
 from iternorm.networks.models import VGG
 from iternorm.timing.gpu import clock as timing
-from iternorm.timing.gpu.cases import CudaRival
+from iternorm.timing.gpu.cases import CudaCandidate
 
 TINY = (6, 8, 4, 4)
 
 
 class FakeGpu(timing.Gpu):
-    """Runs steps on the CPU and answers with times that the test chose, by the rival's name and layout."""
+    """Runs steps on the CPU and answers with times that the test chose, by the candidate's name and layout."""
 
     def __init__(self, times=None):
         super().__init__("cpu")
@@ -24,7 +24,7 @@ class FakeGpu(timing.Gpu):
 
     def _note(self, what, step):
         entry = getattr(step, "__self__", None)
-        key = (entry.rival.name, entry.layout) if entry is not None else "network"
+        key = (entry.candidate.name, entry.layout) if entry is not None else "network"
         self.log.append((what, key))
         self.precisions.setdefault(key, set()).add(torch.get_float32_matmul_precision())
         return self.times.get(key, 1.0)
@@ -62,16 +62,16 @@ class FakeGpu(timing.Gpu):
         return 4000.0
 
 
-def tiny_rivals(shape=TINY, dtype=torch.float32, quick=False):
+def tiny_candidates(shape=TINY, dtype=torch.float32, quick=False):
     from iternorm.layers.norms import IterNorm2d
 
     whitening = partial(IterNorm2d, 8, group_size=4)
     return [
-        CudaRival("conv3x3", partial(nn.Conv2d, 8, 8, 3, padding=1, bias=False)),
-        CudaRival("BatchNorm2d", partial(nn.BatchNorm2d, 8)),
-        CudaRival("IterNorm T=5 d=64", whitening),
-        CudaRival("IterNorm T=5 d=64 exact", whitening, exact=True),
-        CudaRival("DBN d=16", whitening, slow=True, no_graph="it waits"),
+        CudaCandidate("conv3x3", partial(nn.Conv2d, 8, 8, 3, padding=1, bias=False)),
+        CudaCandidate("BatchNorm2d", partial(nn.BatchNorm2d, 8)),
+        CudaCandidate("IterNorm T=5 d=64", whitening),
+        CudaCandidate("IterNorm T=5 d=64 exact", whitening, exact=True),
+        CudaCandidate("DBN d=16", whitening, slow=True, no_graph="it waits"),
     ]
 
 

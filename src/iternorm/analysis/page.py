@@ -12,7 +12,7 @@ _STYLE = """<style>
 main { max-width: 84rem; }
 details { border-bottom: 1px solid #d9dee5; padding: 0.35rem 0; }
 summary { cursor: pointer; }
-summary .facts { color: #5b6675; margin-left: 0.75rem; font-size: 0.93rem; }
+summary .details { color: #5b6675; margin-left: 0.75rem; font-size: 0.93rem; }
 .panel { display: flex; flex-wrap: wrap; gap: 0.5rem 1.5rem; align-items: flex-start; margin: 0.75rem 0; }
 .panel > svg, .panel > .plot { flex: 1 1 22rem; }
 .panel figure { margin: 0; }
@@ -126,12 +126,12 @@ def _panel(layer: LayerAnalysis, opened: bool) -> str:
         title = f"|correlation|, {name}: mean {number(side.mean_absolute_correlation)}"
         image = matrix_img(side.correlation, title=title)
         parts.append(f"<figure>{image}<figcaption>{escape(title)}</figcaption></figure>")
-    facts = (
+    details = (
         f"{layer.num_channels} channels, κ {_number(layer.before.condition_number)} → "
         f"{_number(layer.after.condition_number)}, effective rank {number(layer.before.effective_rank)}"
     )
     return (
         f"<details{' open' if opened else ''}><summary><code>{escape(layer.name or '(model)')}</code> "
-        f"{escape(layer.operation)}<span class='facts'>{escape(facts)}</span></summary>"
+        f"{escape(layer.operation)}<span class='details'>{escape(details)}</span></summary>"
         f'<div class="panel">{"".join(parts)}</div></details>'
     )

@@ -9,20 +9,20 @@ for case in result["cases"]:
 
 from iternorm.bench import gpu
 from iternorm.bench.cpu_table import markdown, notes, table
-from iternorm.timing.cpu.contest import TABLE_A1, Case, check_arguments, count_timings, run
-from iternorm.timing.cpu.rivals import PAPER_MS, Rival, standard_rivals
+from iternorm.timing.cpu.candidates import PAPER_MS, Candidate, standard_candidates
+from iternorm.timing.cpu.comparison import TABLE_A1, Case, check_arguments, count_timings, run
 
 __all__ = [
     "PAPER_MS",
     "TABLE_A1",
+    "Candidate",
     "Case",
-    "Rival",
     "check_arguments",
     "count_timings",
     "gpu",
     "markdown",
     "notes",
     "run",
-    "standard_rivals",
+    "standard_candidates",
     "table",
 ]

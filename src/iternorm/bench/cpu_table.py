@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from iternorm.timing.cpu.rivals import PAPER_MS
+from iternorm.timing.cpu.candidates import PAPER_MS
 
 if TYPE_CHECKING:
     from rich.table import Table

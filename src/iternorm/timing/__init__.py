@@ -1,1 +1,1 @@
-"""How layers and networks are timed against each other: their order, threads, clocks and baselines (rivals)."""
+"""How layers and networks are timed: candidates and baselines, their order, threads and clocks."""

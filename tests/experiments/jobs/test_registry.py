@@ -227,25 +227,25 @@ def test_table_a1_has_the_papers_layers(tmp_path):
 
 
 def test_table_a1_takes_eager_calls_of_the_gpus_benchmark():
-    def rival(name, layout, milliseconds, ratio):
+    def candidate(name, layout, milliseconds, ratio):
         samples = [milliseconds - 0.1, milliseconds, milliseconds + 0.2]
         timing = {"eager_ms": milliseconds, "eager_samples_ms": samples if milliseconds else []}
         return {"name": name, "layout": layout, "eager_ratio_to_convolution": ratio, **timing}
 
-    rivals = [rival("conv3x3", "NCHW", 2.0, 1.0), rival("conv3x3", "NHWC", 1.0, 1.0)]
-    rivals += [rival("IterNorm T=5 d=64", "NCHW", 1.0, 0.5), rival("DBN d=16", "NCHW", 8.0, 4.0)]
-    rows = tableA1.cuda_rows({"shape": [64, 64, 32, 32], "failed": None, "rivals": rivals})
+    candidates = [candidate("conv3x3", "NCHW", 2.0, 1.0), candidate("conv3x3", "NHWC", 1.0, 1.0)]
+    candidates += [candidate("IterNorm T=5 d=64", "NCHW", 1.0, 0.5), candidate("DBN d=16", "NCHW", 8.0, 4.0)]
+    rows = tableA1.cuda_rows({"shape": [64, 64, 32, 32], "failed": None, "rivals": candidates})
     assert [(row["name"], row["median_ms"], row["ratio_to_convolution"], row["paper_ms"]) for row in rows] == [
         ("conv3x3", 2.0, 1.0, 5.65),
         ("IterNorm T=5 d=64", 1.0, 0.5, 7.40),
         ("DBN d=16", 8.0, 4.0, 15.92),
     ]
     # DBN by eigendecomposition and by the kernels are two rows beside the paper's one.
-    both = [*rivals, rival("DBN d=16 kernels", "NCHW", 1.0, 0.5)]
+    both = [*candidates, candidate("DBN d=16 kernels", "NCHW", 1.0, 0.5)]
     rows = tableA1.cuda_rows({"shape": [64, 64, 32, 32], "failed": None, "rivals": both})
     assert [row["paper_ms"] for row in rows] == [5.65, 7.40, 15.92, 15.92]
     # Groups of 64 of 128 channels are not what the paper timed.
-    rows = tableA1.cuda_rows({"shape": [64, 128, 32, 32], "failed": None, "rivals": rivals})
+    rows = tableA1.cuda_rows({"shape": [64, 128, 32, 32], "failed": None, "rivals": candidates})
     assert [row["paper_ms"] for row in rows] == [13.62, None, 35.02]
     with pytest.raises(RuntimeError, match="out of memory"):
         tableA1.cuda_rows({"shape": [64, 64, 32, 32], "failed": "out of memory", "rivals": []})
@@ -263,7 +263,7 @@ def test_table_a1_on_a_gpu_times_128_channels_together_and_both_ways_of_dbn(tmp_
     context = registry.Context("cuda", lambda *args, **values: None, tmp_path)
     # The channels of the table and fewer samples: the shapes are those of the table for the choice of layers only.
     shape = (64, 128, 32, 32)
-    monkeypatch.setattr("iternorm.timing.gpu.contest.Case", _small_case)
+    monkeypatch.setattr("iternorm.timing.gpu.comparison.Case", _small_case)
     rows = tableA1.run({"job": "cuda-C128", "shape": list(shape), "device": "cuda", "rounds": 1}, context)
     paper = {row["name"]: row["paper_ms"] for row in rows if row["paper_ms"]}
     assert paper == {

@@ -144,14 +144,14 @@ def _map(inputs: list[Tensor], matrices: list[Tensor], offset: Tensor, group_siz
         out = layout.view(result_planes)
         part_matrices = [part.of(m) for m in matrices]
         part_offset = offset[part.channels].view(part.count, part.size)
-        # An operand in another memory format than the result is turned tile by tile.
+        # An operand in another memory format than the result is transposed tile by tile.
         for tile in layout.tiles(out, copied=any(v.stride() != out.stride() for v in views)):
             layout.map(views, part_matrices, part_offset, tile, out)
     return result
 
 
 def _layout(planes: Tensor, part: Part) -> "_Planes | _Rows":
-    # Rows serve channels_last, and planes too short for a matrix product each: those are turned tile by tile.
+    # Rows serve channels_last, and planes too short for a matrix product each: those are transposed tile by tile.
     channels_last = planes.stride(1) == 1 and planes.shape[1] > 1
     return _Rows(part) if channels_last or planes.shape[2] < part.size else _Planes(part)
 

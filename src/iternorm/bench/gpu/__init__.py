@@ -11,9 +11,9 @@ import torch
 from iternorm.bench.gpu.table import lines, markdown, markdown_targets, put_between_markers
 from iternorm.bench.gpu.targets import evaluate
 from iternorm.report.provenance import provenance
-from iternorm.timing.gpu.cases import DTYPES, QUICK_SHAPES, SHAPES, CudaRival, Shape, rivals_for
+from iternorm.timing.gpu.cases import DTYPES, QUICK_SHAPES, SHAPES, CudaCandidate, Shape, candidates_for
 from iternorm.timing.gpu.clock import Gpu, matmul_precision
-from iternorm.timing.gpu.contest import PASSES, run_case
+from iternorm.timing.gpu.comparison import PASSES, run_case
 from iternorm.timing.gpu.precompile import compile_all, jobs_for
 from iternorm.timing.gpu.training import SETTINGS, norms, run_setting
 
@@ -39,22 +39,22 @@ def run(
     progress: Callable[[str], None] | None = None,
     save: Callable[[dict], None] | None = None,
     shapes: Sequence[Shape] | None = None,
-    rivals: Callable[[Shape, torch.dtype, bool], Sequence[CudaRival]] = rivals_for,
+    candidates: Callable[[Shape, torch.dtype, bool], Sequence[CudaCandidate]] = candidates_for,
     gpu: Gpu | None = None,
 ) -> dict:
     """Time everything on the current CUDA device.
 
-    Matrix products of fp32 may use TF32 during the run, as cuDNN's convolutions do by default, except for the rivals
-    named exact.
+    Matrix products of fp32 may use TF32 during the run, as cuDNN's convolutions do by default, except for the
+    candidates named exact.
 
     Args:
         rounds: The number of timings of each layer and network; the median counts.
-        quick: Two activations, the main rivals, few rounds: about a minute.
+        quick: Two activations, the main candidates, few rounds: about a minute.
         progress: Called with the name of each part when it is done; there are `count_parts` of them.
         save: Called with the result so far after each activation and network, so that an interrupted run leaves what it
             has measured.
         shapes: The activations, instead of the standard ones.
-        rivals: Makes the rivals of an activation and a dtype.
+        candidates: Makes the candidates of an activation and a dtype.
         gpu: The clocks.
 
     Returns:
@@ -90,7 +90,7 @@ def run(
         notify("copy bandwidth")
         for shape in shapes:
             for dtype in DTYPES:
-                found = rivals(shape, dtype, quick)
+                found = candidates(shape, dtype, quick)
                 result["cases"].append(run_case(shape, dtype, found, gpu, settings["copy_gb_per_s"], rounds))
                 gpu.release()
                 keep(f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}")

@@ -43,8 +43,8 @@ def _all(result: dict) -> Iterator[tuple[str, str, float | None, float]]:
         ours = _best(result, stem, dtype, ITER_NORM)
         floor = _case(result, stem, dtype).get("floor_ms")
         yield f"{stem_name}, best layout / eight-pass floor", dtype, _ratio(ours, floor), FLOOR[index]
-        rivals = [_best(result, stem, dtype, name) for name in (BATCH_NORM, COMPILED_BATCH_NORM)]
-        best = min((time for time in rivals if time is not None), default=None)
+        candidates = [_best(result, stem, dtype, name) for name in (BATCH_NORM, COMPILED_BATCH_NORM)]
+        best = min((time for time in candidates if time is not None), default=None)
         yield f"{stem_name}, best layout / best BatchNorm", dtype, _ratio(ours, best), BEST_BATCH_NORM[index]
     for index, dtype in enumerate(DTYPES):
         for shape in TABLE_A1:

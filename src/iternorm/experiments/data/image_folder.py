@@ -212,17 +212,11 @@ def _joined(examples: list[Any]) -> list[Tensor] | Exception:
     return [torch.stack(values) for values in zip(*examples, strict=True)]
 
 
-class FolderSource:
-    """ImageNet or a look-alike. See `iternorm.experiments.data.sources.Source`."""
+class OfFolder:
+    """What sources of a folder of images have in common. See `iternorm.experiments.data.sources.Source`."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        device: torch.device,
-        rank: int = 0,
-        world_size: int = 1,
-        folder: data.Folder = None,
-        num_workers: int | None = None,
+        self, recipe: Recipe, device: torch.device, rank: int, world_size: int, folder: data.Folder = None
     ) -> None:
         check_share(recipe, rank, world_size)
         classes, self._train, self._val, self.record = find_folder(recipe, folder, owner=self)
@@ -234,6 +228,21 @@ class FolderSource:
         self.iterations_per_epoch = iterations_per_epoch(recipe, self.num_train)
         self._recipe, self._device = recipe, device
         self._rank, self._world_size = rank, world_size
+
+
+class FolderSource(OfFolder):
+    """ImageNet or a look-alike, read from the disk batch by batch."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        rank: int = 0,
+        world_size: int = 1,
+        folder: data.Folder = None,
+        num_workers: int | None = None,
+    ) -> None:
+        super().__init__(recipe, device, rank, world_size, folder)
         self._num_workers = available_cores() if num_workers is None else num_workers
 
     def train_batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,12 +13,9 @@ from torch import Tensor
 
 from iternorm.experiments.data import datasets as data
 from iternorm.experiments.data import pictures
-from iternorm.experiments.data.image_folder import MARGIN, Examples, available_cores, coloured, find_folder
+from iternorm.experiments.data.image_folder import MARGIN, Examples, OfFolder, available_cores, coloured
 from iternorm.experiments.data.order import (
-    check_share,
     epoch_order,
-    iterations_per_epoch,
-    num_examples,
     share_of,
     shares,
 )
@@ -27,11 +24,10 @@ from iternorm.experiments.recipe import Recipe
 
 # The side of a kept image, in sides of a crop: smaller parts of it are scaled up to a crop.
 _KEPT = 1.75
-_SIZE = 224
 _TEST_BATCH = 256
 
 
-class KeptSource:
+class KeptSource(OfFolder):
     """A folder's images on the device. See `iternorm.experiments.data.sources.Source`.
 
     Training images are kept as squares; of others the middle is kept.
@@ -46,23 +42,14 @@ class KeptSource:
         folder: data.Folder = None,
         num_workers: int | None = None,
     ) -> None:
-        check_share(recipe, rank, world_size)
-        found = find_folder(recipe, folder, owner=self)
-        size = recipe.image_size or _SIZE
-        self.record = found.record
-        self.num_classes = len(found.classes)
-        self.in_shape: tuple[int, int, int] = 3, size, size
-        self.num_train = num_examples(recipe.train_examples, len(found.train), "train_examples", recipe.data)
-        self.num_test = num_examples(recipe.test_examples, len(found.val), "test_examples", recipe.data)
-        self.iterations_per_epoch = iterations_per_epoch(recipe, self.num_train)
-        self._recipe, self._device = recipe, device
-        self._rank, self._world_size = rank, world_size
+        super().__init__(recipe, device, rank, world_size, folder)
+        size = self.in_shape[1]
         margin = round(size * MARGIN)
         share = range(self.num_test)[share_of(self.num_test, rank, world_size)]
         with ThreadPoolExecutor(available_cores() if num_workers is None else max(num_workers, 1)) as pool:
             shorter, kept = (round(size * _KEPT),) * 2 if recipe.augment else (margin, size)
-            self._images, self._labels = self._read(pool, found.train, range(self.num_train), shorter, kept)
-            self._test = self._read(pool, found.val, share, margin, size)
+            self._images, self._labels = self._read(pool, self._train, range(self.num_train), shorter, kept)
+            self._test = self._read(pool, self._val, share, margin, size)
 
     def _read(
         self, pool: ThreadPoolExecutor, examples: Examples, indices: range, shorter: int, size: int

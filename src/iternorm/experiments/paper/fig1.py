@@ -7,7 +7,7 @@ eigenvalue first.
 Command: iternorm run fig1 && iternorm plot fig1
 Cost: less than a second.
 The paper got: a drawing without numbers. Ours prints each panel's variances along the eigenvectors.
-Departures: the paper does not give its data; ours is Gaussian with eigenvalues 4 and 0.25, turned by 30 degrees.
+Departures: the paper does not give its data; ours is Gaussian with eigenvalues 4 and 0.25, rotated by 30 degrees.
 """
 
 import itertools

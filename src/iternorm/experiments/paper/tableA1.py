@@ -20,7 +20,7 @@ from iternorm.experiments.evidence import palette
 from iternorm.experiments.jobs.findings import Claim, Comparison, measured
 from iternorm.experiments.jobs.registry import Context, Plan
 from iternorm.experiments.jobs.results import Config, Result, Row
-from iternorm.timing.cpu import contest, rivals
+from iternorm.timing.cpu import candidates, comparison
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ _COLUMNS = ("name", "median_ms", "min_ms", "max_ms", "ratio_to_convolution", "pa
 
 def jobs(plan: Plan) -> list[Config]:
     """One job for each shape."""
-    shapes = [[2, 64, 8, 8]] if plan.smoke else [list(case.shape) for case in contest.TABLE_A1]
+    shapes = [[2, 64, 8, 8]] if plan.smoke else [list(case.shape) for case in comparison.TABLE_A1]
     rounds = 2 if plan.smoke else 15
     common = {"device": plan.device, "rounds": rounds}
     return [{"job": f"{plan.device}-C{shape[1]}", "shape": shape, **common} for shape in shapes]
@@ -46,8 +46,8 @@ def run(config: Config, context: Context) -> list[Row]:
 
 
 def _run_cpu(config: Config, context: Context) -> list[Row]:
-    cases = [contest.Case(tuple(config["shape"]))]
-    total = contest.count_timings(cases, rounds=config["rounds"])
+    cases = [comparison.Case(tuple(config["shape"]))]
+    total = comparison.count_timings(cases, rounds=config["rounds"])
     done = 0
 
     def timed() -> None:
@@ -55,14 +55,14 @@ def _run_cpu(config: Config, context: Context) -> list[Row]:
         done += 1
         context.step(done, total)
 
-    (case,) = contest.run(cases, rounds=config["rounds"], progress=timed)["cases"]
-    return [{column: rival[column] for column in _COLUMNS} for rival in case["rivals"]]
+    (case,) = comparison.run(cases, rounds=config["rounds"], progress=timed)["cases"]
+    return [{column: candidate[column] for column in _COLUMNS} for candidate in case["rivals"]]
 
 
 def _run_cuda(config: Config, context: Context) -> list[Row]:
-    from iternorm.timing.gpu.cases import rivals_for
+    from iternorm.timing.gpu.cases import candidates_for
     from iternorm.timing.gpu.clock import Gpu, matmul_precision
-    from iternorm.timing.gpu.contest import run_case
+    from iternorm.timing.gpu.comparison import run_case
     from iternorm.timing.gpu.precompile import compile_all, jobs_for
 
     gpu = Gpu()
@@ -71,8 +71,8 @@ def _run_cuda(config: Config, context: Context) -> list[Row]:
     compile_all(needed)
     context.step(1, 2)
     with matmul_precision("high"):
-        rivals = rivals_for(shape, torch.float32)
-        case = run_case(shape, torch.float32, rivals, gpu, gpu.copy_gb_per_s(), config["rounds"], [_LAYOUT])
+        candidates = candidates_for(shape, torch.float32)
+        case = run_case(shape, torch.float32, candidates, gpu, gpu.copy_gb_per_s(), config["rounds"], [_LAYOUT])
     context.step(2, 2)
     return cuda_rows(case)
 
@@ -83,13 +83,19 @@ def cuda_rows(case: Mapping[str, Any]) -> list[Row]:
         raise RuntimeError(f"{case['shape']} could not be timed: {case['failed']}")
     channels = case["shape"][1]
     rows = []
-    for rival in case["rivals"]:
-        if rival["layout"] != _LAYOUT or rival["eager_ms"] is None:
+    for candidate in case["rivals"]:
+        if candidate["layout"] != _LAYOUT or candidate["eager_ms"] is None:
             continue
-        paper = rivals.PAPER_MS.get(_paper_name(rival["name"], channels), {}).get(channels)
-        samples = rival["eager_samples_ms"]
-        values = (rival["name"], rival["eager_ms"], min(samples), max(samples), rival["eager_ratio_to_convolution"])
-        convolution = rivals.PAPER_MS["cudnn convolution"].get(channels)
+        paper = candidates.PAPER_MS.get(_paper_name(candidate["name"], channels), {}).get(channels)
+        samples = candidate["eager_samples_ms"]
+        values = (
+            candidate["name"],
+            candidate["eager_ms"],
+            min(samples),
+            max(samples),
+            candidate["eager_ratio_to_convolution"],
+        )
+        convolution = candidates.PAPER_MS["cudnn convolution"].get(channels)
         ratio = paper / convolution if paper is not None and convolution is not None else None
         rows.append(dict(zip(_COLUMNS, (*values, paper, ratio), strict=True)))
     return rows

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from iternorm.timing.cpu.rivals import Rival
+from iternorm.timing.cpu.candidates import Candidate
 
 
 @dataclass(frozen=True)
 class Case:
-    """One activation that all rivals are timed on."""
+    """One activation that all candidates are timed on."""
 
     shape: tuple[int, int, int, int]
     dtype: torch.dtype = torch.float32
@@ -43,14 +43,14 @@ class Case:
         return tensors[0].requires_grad_(), tensors[1]
 
 
-class Contestant:
-    """A rival's module with the tensors it is run on. `step` is what is timed."""
+class Entry:
+    """A candidate's module with the tensors it is run on. `step` is what is timed."""
 
-    def __init__(self, rival: Rival, case: Case, device: torch.device, x: Tensor, grad_output: Tensor):
-        self.rival = rival
+    def __init__(self, candidate: Candidate, case: Case, device: torch.device, x: Tensor, grad_output: Tensor):
+        self.candidate = candidate
         torch.manual_seed(0)
         layout = torch.channels_last if case.channels_last else torch.contiguous_format
-        self.module: nn.Module = rival.make().to(device, case.dtype, memory_format=layout).train()  # pyright: ignore
+        self.module: nn.Module = candidate.make().to(device, case.dtype, memory_format=layout).train()  # pyright: ignore
         self._x, self._grad_output = x, grad_output
 
     def step(self) -> Tensor:
@@ -68,20 +68,20 @@ class Contestant:
 class CpuDevice:
     """Wall-clock time, and memory from the profiler's record of every allocation and release in order."""
 
-    def milliseconds(self, contestant: Contestant) -> float:
-        contestant.clear()
+    def milliseconds(self, entry: Entry) -> float:
+        entry.clear()
         start = time.perf_counter()
-        output = contestant.step()
+        output = entry.step()
         elapsed = time.perf_counter() - start
         del output
         return 1e3 * elapsed
 
-    def peak_bytes(self, contestant: Contestant) -> int:
+    def peak_bytes(self, entry: Entry) -> int:
         from torch.profiler import ProfilerActivity, profile
 
-        contestant.clear()
+        entry.clear()
         with _silenced_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            output = contestant.step()
+            output = entry.step()
         del output
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
@@ -92,7 +92,7 @@ class CpuDevice:
             key=lambda change: change[0],
         )
         if not changes:
-            raise RuntimeError(f"torch's profiler recorded no allocation for {contestant.rival.name}")
+            raise RuntimeError(f"torch's profiler recorded no allocation for {entry.candidate.name}")
         peak = allocated = 0
         for _, size in changes:
             allocated += size
@@ -121,7 +121,8 @@ def set_malloc_thresholds() -> bool:
     """Tell glibc to keep large blocks instead of returning them to the system. False where that is not possible.
 
     glibc maps a large block afresh at each allocation and the system fills it with zeros page by page, which costs
-    rivals that copy a lot more than others, and depends on what ran before. It stays set for the rest of the process.
+    candidates that copy a lot more than others, and depends on what ran before. It stays set for the rest of the
+    process.
     """
     mmap_threshold, trim_threshold = -3, -1
     try:

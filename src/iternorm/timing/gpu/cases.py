@@ -1,4 +1,4 @@
-"""What is timed on a GPU: the activations, and the rivals on each."""
+"""What is timed on a GPU: the activations, and the candidates on each."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from iternorm.timing.cpu.rivals import CopyingIterNorm, Rival
+from iternorm.timing.cpu.candidates import Candidate, CopyingIterNorm
 
 Shape = tuple[int, int, int, int]
 
@@ -27,8 +27,8 @@ ITER_NORM, EXACT_ITER_NORM = "IterNorm T=5 d=64", "IterNorm T=5 d=64 exact"
 
 
 @dataclass(frozen=True)
-class CudaRival(Rival):
-    """A rival and how it is run.
+class CudaCandidate(Candidate):
+    """A candidate and how it is run.
 
     Attributes:
         exact: Without TF32 in matrix products.
@@ -48,48 +48,50 @@ class CudaRival(Rival):
         return self.compiled or self.name.startswith("IterNorm") or self.name.endswith("kernels")
 
 
-def rivals_for(shape: Shape, dtype: torch.dtype, quick: bool = False) -> list[CudaRival]:
-    """The rivals on one activation, the same for both layouts."""
+def candidates_for(shape: Shape, dtype: torch.dtype, quick: bool = False) -> list[CudaCandidate]:
+    """The candidates on one activation, the same for both layouts."""
     from iternorm.layers.norms import DecorrelatedBatchNorm2d, IterNorm2d
 
     channels = shape[1]
     single = dtype == torch.float32
 
-    def whitening(group_size: int, num_iters: int = 5, exact: bool = False) -> CudaRival:
+    def whitening(group_size: int, num_iters: int = 5, exact: bool = False) -> CudaCandidate:
         make = partial(IterNorm2d, channels, group_size=group_size, num_iters=num_iters)
-        return CudaRival(f"IterNorm T={num_iters} d={group_size}{' exact' if exact else ''}", make, exact=exact)
+        return CudaCandidate(f"IterNorm T={num_iters} d={group_size}{' exact' if exact else ''}", make, exact=exact)
 
     batch_norm = partial(nn.BatchNorm2d, channels)
-    rivals = [
-        CudaRival(CONVOLUTION, partial(nn.Conv2d, channels, channels, kernel_size=3, padding=1, bias=False)),
-        CudaRival(BATCH_NORM, batch_norm),
+    candidates = [
+        CudaCandidate(CONVOLUTION, partial(nn.Conv2d, channels, channels, kernel_size=3, padding=1, bias=False)),
+        CudaCandidate(BATCH_NORM, batch_norm),
         whitening(64),
     ]
     if single:
-        rivals.append(whitening(64, exact=True))
+        candidates.append(whitening(64, exact=True))
     if shape in COMPILED_SHAPES and not quick:
-        rivals.insert(2, CudaRival(COMPILED_BATCH_NORM, batch_norm, compiled=True))
+        candidates.insert(2, CudaCandidate(COMPILED_BATCH_NORM, batch_norm, compiled=True))
     if channels % 64:
         # The last group of 64 would be smaller here; 32 divides the channels evenly.
-        rivals.append(whitening(32))
+        candidates.append(whitening(32))
     if channels > 128 and not quick:
         # All channels together, as in the paper.
-        rivals.append(whitening(channels))
+        candidates.append(whitening(channels))
     if shape in TABLE_A1 and not quick:
-        rivals += [whitening(64, num_iters=3), whitening(64, num_iters=7)]
+        candidates += [whitening(64, num_iters=3), whitening(64, num_iters=7)]
         if channels > 64:
             # All together, as the paper timed them.
-            rivals += [whitening(channels, num_iters) for num_iters in (3, 5, 7)]
+            candidates += [whitening(channels, num_iters) for num_iters in (3, 5, 7)]
         # By eigendecomposition, as the paper's, and by our kernels.
-        rivals.append(
-            CudaRival(
+        candidates.append(
+            CudaCandidate(
                 "DBN d=16",
                 partial(DecorrelatedBatchNorm2d, channels, group_size=16, impl="torch"),
                 slow=True,
                 no_graph="torch.linalg.eigh reads its error codes on the host, and a capture must not wait for it",
             )
         )
-        rivals.append(CudaRival("DBN d=16 kernels", partial(DecorrelatedBatchNorm2d, channels, group_size=16)))
+        candidates.append(CudaCandidate("DBN d=16 kernels", partial(DecorrelatedBatchNorm2d, channels, group_size=16)))
     if single and not quick and (shape in TABLE_A1 or shape == STEM):
-        rivals.append(CudaRival("authors' T=5 d=64", partial(CopyingIterNorm, channels, group_size=64, num_iters=5)))
-    return rivals
+        candidates.append(
+            CudaCandidate("authors' T=5 d=64", partial(CopyingIterNorm, channels, group_size=64, num_iters=5))
+        )
+    return candidates

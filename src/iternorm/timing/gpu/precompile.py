@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from iternorm.timing.cpu.devices import Case
-from iternorm.timing.gpu.cases import LAYOUTS, Shape, rivals_for
+from iternorm.timing.gpu.cases import LAYOUTS, Shape, candidates_for
 from iternorm.timing.gpu.clock import matmul_precision, reason
 
 # Our kernels are the same for every batch size; those of torch.compile are specific to the shape.
@@ -23,7 +23,7 @@ PATIENCE = 150
 
 
 class Job(NamedTuple):
-    """One rival's first step in one layout, or for a name of None VGG's first step with IterNorm."""
+    """One candidate's first step in one layout, or for a name of None VGG's first step with IterNorm."""
 
     name: str | None
     shape: Shape
@@ -36,13 +36,13 @@ def jobs_for(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], quick: bool
     jobs: dict[tuple, Job] = {}
     for shape in shapes:
         for dtype in dtypes:
-            for rival in rivals_for(shape, dtype, quick):
-                if not rival.compiles:
+            for candidate in candidates_for(shape, dtype, quick):
+                if not candidate.compiles:
                     continue
                 # Our kernels depend on a shape only by whether groups are full and rows aligned.
-                kind = shape if rival.compiled else (shape[1] % 64 == 0, shape[2] * shape[3] % 16 == 0)
+                kind = shape if candidate.compiled else (shape[1] % 64 == 0, shape[2] * shape[3] % 16 == 0)
                 for layout in LAYOUTS:
-                    jobs.setdefault((rival.name, kind, dtype, layout), Job(rival.name, shape, dtype, layout))
+                    jobs.setdefault((candidate.name, kind, dtype, layout), Job(candidate.name, shape, dtype, layout))
     found = sorted(jobs.values(), key=lambda job: "compiled" not in (job.name or ""))
     image = (SMALL_BATCH, 3, 32, 32)
     return [*found, Job(None, image, torch.float32, "NCHW"), Job(None, image, torch.bfloat16, "NHWC")]
@@ -52,7 +52,7 @@ def compile_all(jobs: Sequence[Job], device: str = "cuda", processes: int | None
     """Run the first step of every job in other processes.
 
     Returns:
-        `processes`, `seconds`, `jobs` and `failed`, a list of reasons: the contest meets the same errors itself.
+        `processes`, `seconds`, `jobs` and `failed`, a list of reasons: the comparison meets the same errors itself.
     """
     start = time.perf_counter()
     if processes is None:
@@ -90,7 +90,7 @@ def _attempt(job: Job, device: str) -> str | None:
 
 def first_step(job: Job, device: str) -> None:
     """The first step of a job, on a small batch where that gives the same kernels."""
-    from iternorm.timing.gpu.contest import Entry
+    from iternorm.timing.gpu.comparison import Entry
     from iternorm.timing.gpu.training import Setting, TrainingStep, norms
 
     target = torch.device(device)
@@ -99,9 +99,9 @@ def first_step(job: Job, device: str) -> None:
             (norm,) = (norm for norm in norms(quick=True) if norm.name == "IterNorm d=64")
             TrainingStep(norm.make, Setting(job.dtype, job.layout), target)()
     else:
-        (rival,) = (rival for rival in rivals_for(job.shape, job.dtype) if rival.name == job.name)
-        shape = job.shape if rival.compiled else (SMALL_BATCH, *job.shape[1:])
-        entry = Entry(rival, job.layout, *Case(shape, job.dtype, LAYOUTS[job.layout]).make(target))
+        (candidate,) = (candidate for candidate in candidates_for(job.shape, job.dtype) if candidate.name == job.name)
+        shape = job.shape if candidate.compiled else (SMALL_BATCH, *job.shape[1:])
+        entry = Entry(candidate, job.layout, *Case(shape, job.dtype, LAYOUTS[job.layout]).make(target))
         with matmul_precision(entry.precision):
             entry.build()
             entry.step()

@@ -1,4 +1,4 @@
-"""The run on a CPU: every rival on every case, in interleaved rounds."""
+"""The run on a CPU: every candidate on every case, in interleaved rounds."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from iternorm.report.provenance import provenance
-from iternorm.timing.cpu.devices import Case, Contestant, CpuDevice, set_malloc_thresholds
-from iternorm.timing.cpu.rivals import PAPER_MS, Rival, standard_rivals
+from iternorm.timing.cpu.candidates import PAPER_MS, Candidate, standard_candidates
+from iternorm.timing.cpu.devices import Case, CpuDevice, Entry, set_malloc_thresholds
 from iternorm.timing.threads import num_threads
 from iternorm.timing.turns import in_turns
 
-# The rivals in the denominators of the ratios, by name.
+# The baselines, in the denominators of the ratios, by name.
 CONVOLUTION, BATCH_NORM = "conv3x3", "BatchNorm2d"
 # Calls that are discarded before the first round, in which allocators, algorithm searches and caches settle.
 WARMUP_ROUNDS = 2
@@ -24,18 +24,18 @@ def run(
     *,
     rounds: int = 15,
     threads: int | None = None,
-    rivals: Callable[[int], Sequence[Rival]] = standard_rivals,
+    candidates: Callable[[int], Sequence[Candidate]] = standard_candidates,
     progress: Callable[[], None] | None = None,
 ) -> dict:
-    """Time every rival on every case.
+    """Time every candidate on every case.
 
-    A round times each rival once, in a shuffled order: see `in_turns`.
+    A round times each candidate once, in a shuffled order: see `in_turns`.
 
     Args:
         cases: The activations.
-        rounds: The number of timings of each rival.
+        rounds: The number of timings of each candidate.
         threads: The number of CPU threads torch uses; None leaves it as it is.
-        rivals: Makes the rivals from the number of channels.
+        candidates: Makes the candidates from the number of channels.
         progress: Called after each timing; there are `count_timings` of them.
 
     Returns:
@@ -52,7 +52,7 @@ def run(
                 "warmup_rounds": WARMUP_ROUNDS,
                 "malloc_thresholds_set": allocator,
             },
-            "cases": [_run_case(case, rounds, rivals(case.shape[1]), notify) for case in cases],
+            "cases": [_run_case(case, rounds, candidates(case.shape[1]), notify) for case in cases],
         }
 
 
@@ -71,29 +71,32 @@ def check_arguments(device: str, rounds: int, threads: int | None = None, quick:
 
 
 def count_timings(
-    cases: Sequence[Case] = TABLE_A1, *, rounds: int = 15, rivals: Callable[[int], Sequence[Rival]] = standard_rivals
+    cases: Sequence[Case] = TABLE_A1,
+    *,
+    rounds: int = 15,
+    candidates: Callable[[int], Sequence[Candidate]] = standard_candidates,
 ) -> int:
     """How often `run` calls its `progress`."""
-    return sum(len(rivals(case.shape[1])) for case in cases) * (WARMUP_ROUNDS + rounds)
+    return sum(len(candidates(case.shape[1])) for case in cases) * (WARMUP_ROUNDS + rounds)
 
 
-def _run_case(case: Case, rounds: int, rivals: Sequence[Rival], progress: Callable[[], None]) -> dict:
+def _run_case(case: Case, rounds: int, candidates: Sequence[Candidate], progress: Callable[[], None]) -> dict:
     device, target = CpuDevice(), torch.device("cpu")
     x, grad_output = case.make(target)
     with torch.random.fork_rng(devices=[]):
-        contestants = [Contestant(rival, case, target, x, grad_output) for rival in rivals]
-    samples: dict[str, list[float]] = {rival.name: [] for rival in rivals}
-    for round_index, contestant in in_turns(contestants, rounds, WARMUP_ROUNDS):
-        elapsed = device.milliseconds(contestant)
+        entries = [Entry(candidate, case, target, x, grad_output) for candidate in candidates]
+    samples: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+    for round_index, entry in in_turns(entries, rounds, WARMUP_ROUNDS):
+        elapsed = device.milliseconds(entry)
         if round_index >= 0:
-            samples[contestant.rival.name].append(elapsed)
+            samples[entry.candidate.name].append(elapsed)
         progress()
     medians = {name: statistics.median(values) for name, values in samples.items()}
     activation_bytes = x.numel() * x.element_size()
     rows = []
-    for contestant in contestants:
-        name, median = contestant.rival.name, medians[contestant.rival.name]
-        paper = PAPER_MS.get(contestant.rival.paper or "", {}).get(case.shape[1])
+    for entry in entries:
+        name, median = entry.candidate.name, medians[entry.candidate.name]
+        paper = PAPER_MS.get(entry.candidate.paper or "", {}).get(case.shape[1])
         rows.append(
             {
                 "name": name,
@@ -103,13 +106,13 @@ def _run_case(case: Case, rounds: int, rivals: Sequence[Rival], progress: Callab
                 "samples_ms": samples[name],
                 "ratio_to_convolution": median / medians[CONVOLUTION] if CONVOLUTION in medians else None,
                 "ratio_to_batch_norm": median / medians[BATCH_NORM] if BATCH_NORM in medians else None,
-                # Every rival's step allocates its output and the gradient of its input: two activations.
-                "extra_activations": device.peak_bytes(contestant) / activation_bytes - 2,
+                # Every candidate's step allocates its output and the gradient of its input: two activations.
+                "extra_activations": device.peak_bytes(entry) / activation_bytes - 2,
                 "paper_ms": paper,
                 "paper_ratio_to_convolution": paper and paper / PAPER_MS["cudnn convolution"][case.shape[1]],
             }
         )
-        contestant.clear()
+        entry.clear()
     return {
         "shape": list(case.shape),
         "dtype": str(case.dtype).removeprefix("torch."),

@@ -1,6 +1,6 @@
 """What the layers are timed against: a convolution, BatchNorm, and whitening as it was first written for PyTorch.
 
-A rival is a name and a function that makes a module, so a table is a list of rivals and a new row is one line.
+A candidate is a name and a function that makes a module, so a table is a list of candidates and a new row is one line.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ PAPER_MS = {
 
 
 @dataclass(frozen=True)
-class Rival:
+class Candidate:
     """One row of the table.
 
     Attributes:
@@ -36,14 +36,14 @@ class Rival:
     paper: str | None = None
 
 
-def standard_rivals(
+def standard_candidates(
     num_channels: int,
     *,
     group_sizes: Sequence[int] = (64, 128),
     dbn_group_sizes: Sequence[int] = (16, 64),
     num_iters: Sequence[int] = (3, 5, 7),
-) -> list[Rival]:
-    """The rivals of the paper's Table A1 and of today. Groups larger than `num_channels` are left out.
+) -> list[Candidate]:
+    """The candidates of the paper's Table A1 and of today. Groups larger than `num_channels` are left out.
 
     The paper whitens all channels together, so its IterNorm figures stand beside the rows whose group is all channels.
     It does not state the group of its DBN: the figure stands beside the group of 16 that DBN is used with.
@@ -51,20 +51,23 @@ def standard_rivals(
     from iternorm.layers.norms import DecorrelatedBatchNorm2d, IterNorm2d
 
     conv = partial(nn.Conv2d, num_channels, num_channels, kernel_size=3, padding=1, bias=False)
-    rivals = [Rival("conv3x3", conv, "cudnn convolution"), Rival("BatchNorm2d", partial(nn.BatchNorm2d, num_channels))]
+    candidates = [
+        Candidate("conv3x3", conv, "cudnn convolution"),
+        Candidate("BatchNorm2d", partial(nn.BatchNorm2d, num_channels)),
+    ]
     for index, group_size in enumerate(size for size in dbn_group_sizes if size <= num_channels):
         make = partial(DecorrelatedBatchNorm2d, num_channels, group_size=group_size)
-        rivals.append(Rival(f"DBN d={group_size}", make, "DBN" if index == 0 else None))
+        candidates.append(Candidate(f"DBN d={group_size}", make, "DBN" if index == 0 else None))
     fitting = [size for size in group_sizes if size <= num_channels]
     for group_size in fitting:
         for steps in num_iters:
             make = partial(IterNorm2d, num_channels, group_size=group_size, num_iters=steps)
             paper = f"IterNorm, T={steps}" if group_size == num_channels else None
-            rivals.append(Rival(f"IterNorm T={steps} d={group_size}", make, paper))
+            candidates.append(Candidate(f"IterNorm T={steps} d={group_size}", make, paper))
     for group_size in fitting:
         make = partial(CopyingIterNorm, num_channels, group_size=group_size, num_iters=5)
-        rivals.append(Rival(f"authors' T=5 d={group_size}", make))
-    return rivals
+        candidates.append(Candidate(f"authors' T=5 d={group_size}", make))
+    return candidates
 
 
 class CopyingIterNorm(nn.Module):

@@ -1,4 +1,4 @@
-"""One activation: every rival in both layouts, in interleaved rounds."""
+"""One activation: every candidate in both layouts, in interleaved rounds."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from iternorm.timing.cpu.devices import Case
-from iternorm.timing.gpu.cases import BATCH_NORM, CONVOLUTION, LAYOUTS, CudaRival, Shape
+from iternorm.timing.gpu.cases import BATCH_NORM, CONVOLUTION, LAYOUTS, CudaCandidate, Shape
 from iternorm.timing.gpu.clock import Gpu, matmul_precision, reason
 from iternorm.timing.turns import in_turns
 
@@ -16,39 +16,39 @@ from iternorm.timing.turns import in_turns
 PASSES = 8
 # Steps that are discarded before anything is measured, and replays that warm up the clocks.
 WARMUP_STEPS, WARMUP_REPLAYS, WARMUP_ROUNDS = 3, 10, 2
-# Timings of a slow rival, and steps in each.
+# Timings of a slow candidate, and steps in each.
 SLOW_ROUNDS, SLOW_STEPS = 3, 2
 # Below this size an eager step is CPU time, which scatters by a third, so there are this many times as many timings.
 SMALL_BYTES, SMALL_ROUNDS = 2**26, 3
 
 
 class Entry:
-    """A rival on one layout: its module, its samples, and what went wrong.
+    """A candidate on one layout: its module, its samples, and what went wrong.
 
     The parameters of a normalization stay in fp32 for a bf16 activation, as autocast has them; a convolution's follow
     the activation.
     """
 
-    def __init__(self, rival: CudaRival, layout: str, x: Tensor, grad_output: Tensor):
-        self.rival, self.layout = rival, layout
+    def __init__(self, candidate: CudaCandidate, layout: str, x: Tensor, grad_output: Tensor):
+        self.candidate, self.layout = candidate, layout
         self.x, self.grad_output = x, grad_output
         self.failed: str | None = None
         self.graph: Any = None
-        self.graph_failed = rival.no_graph
+        self.graph_failed = candidate.no_graph
         self.peak_bytes: int | None = None
         self.graph_samples: list[float] = []
         self.eager_samples: list[float] = []
         self.module: Any = None
-        self.precision = "highest" if rival.exact else "high"
+        self.precision = "highest" if candidate.exact else "high"
 
     def build(self) -> None:
         torch.manual_seed(0)
-        module = self.rival.make()
+        module = self.candidate.make()
         dtype = self.x.dtype if isinstance(module, nn.Conv2d) else torch.float32
         memory_format = torch.channels_last if LAYOUTS[self.layout] else torch.contiguous_format
         module.to(self.x.device, dtype, memory_format=memory_format).train()  # pyright: ignore[reportCallIssue]
         self.inputs = [self.x, *module.parameters()]
-        self.module = torch.compile(module, dynamic=False, fullgraph=True) if self.rival.compiled else module
+        self.module = torch.compile(module, dynamic=False, fullgraph=True) if self.candidate.compiled else module
 
     def step(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         """One forward and one backward, to the input and the parameters."""
@@ -59,14 +59,14 @@ class Entry:
 def run_case(
     shape: Shape,
     dtype: torch.dtype,
-    rivals: Sequence[CudaRival],
+    candidates: Sequence[CudaCandidate],
     gpu: Gpu,
     copy_gb_per_s: float,
     rounds: int,
     layouts: Sequence[str] = tuple(LAYOUTS),
 ) -> dict:
-    """Time all rivals on one activation in the layouts. What fails is in the result, with the reason."""
-    if any(rival.compiled for rival in rivals):
+    """Time all candidates on one activation in the layouts. What fails is in the result, with the reason."""
+    if any(candidate.compiled for candidate in candidates):
         # Compilations for other shapes count towards the limit after which torch gives up and runs eagerly.
         torch.compiler.reset()
     activation_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -83,7 +83,7 @@ def run_case(
         entries = []
         for layout in layouts:
             x, grad_output = Case(shape, dtype, LAYOUTS[layout]).make(gpu.device)
-            entries += [Entry(rival, layout, x, grad_output) for rival in rivals]
+            entries += [Entry(candidate, layout, x, grad_output) for candidate in candidates]
     except Exception as error:
         return {**case, "failed": reason(error), "rivals": []}
     with torch.random.fork_rng(devices=[]):
@@ -100,7 +100,7 @@ def run_case(
         [entry for entry in entries if entry.failed is None],
         rounds * (SMALL_ROUNDS if activation_bytes < SMALL_BYTES else 1),
         "eager_samples",
-        lambda entry: gpu.eager_ms(entry.step, SLOW_STEPS if entry.rival.slow else max(4, steps)),
+        lambda entry: gpu.eager_ms(entry.step, SLOW_STEPS if entry.candidate.slow else max(4, steps)),
     )
     rows = [_row(entry, activation_bytes) for entry in entries]
     add_ratios(rows, case["floor_ms"], activation_bytes)
@@ -127,7 +127,7 @@ def _guarded(entry: Entry, action: Callable[[], Any]) -> Any:
 def _prepare(entry: Entry, gpu: Gpu) -> None:
     def warm() -> None:
         entry.build()
-        for _ in range(1 if entry.rival.slow else WARMUP_STEPS):
+        for _ in range(1 if entry.candidate.slow else WARMUP_STEPS):
             entry.step()
         gpu.synchronize()
 
@@ -136,7 +136,7 @@ def _prepare(entry: Entry, gpu: Gpu) -> None:
 
 
 def _capture(entry: Entry, gpu: Gpu, steps: int) -> None:
-    if entry.failed is not None or entry.rival.no_graph is not None:
+    if entry.failed is not None or entry.candidate.no_graph is not None:
         return
     try:
         with matmul_precision(entry.precision):
@@ -147,7 +147,7 @@ def _capture(entry: Entry, gpu: Gpu, steps: int) -> None:
 
 def _rounds(entries: Sequence[Entry], rounds: int, samples: str, measure: Callable[[Entry], float]) -> None:
     for round_index, entry in in_turns(entries, rounds, WARMUP_ROUNDS):
-        if entry.rival.slow and not 0 <= round_index < SLOW_ROUNDS:
+        if entry.candidate.slow and not 0 <= round_index < SLOW_ROUNDS:
             continue
         elapsed = _guarded(entry, lambda entry=entry: measure(entry))
         if elapsed is not None and round_index >= 0:
@@ -160,14 +160,14 @@ def _row(entry: Entry, activation_bytes: int) -> dict:
 
     graph_ms = median(entry.graph_samples)
     return {
-        "name": entry.rival.name,
+        "name": entry.candidate.name,
         "layout": entry.layout,
         "failed": entry.failed,
         "graph_ms": graph_ms,
         "graph_failed": None if graph_ms is not None else entry.graph_failed or entry.failed,
         "eager_ms": median(entry.eager_samples),
         "peak_bytes": entry.peak_bytes,
-        # The output and the gradient of the input are two activations that every rival's step allocates.
+        # The output and the gradient of the input are two activations that every candidate's step allocates.
         "extra_activations": None if entry.peak_bytes is None else entry.peak_bytes / activation_bytes - 2,
         "graph_samples_ms": entry.graph_samples,
         "eager_samples_ms": entry.eager_samples,
