@@ -1,9 +1,9 @@
-"""Times layers beside a process that keeps one core busy, with one thread of torch and with several.
+"""Times layers alone and beside processes that keep cores busy, with one thread of torch and with two.
 
-    PYTHONPATH=src python benchmarks/busy.py --threads 1 2
+    PYTHONPATH=src python benchmarks/busy.py --json benchmarks/results/busy-epyc.json
 
-A round times every layer with every number of threads, first alone and then beside the busy process, each after an
-untimed step. The last column compares with the convolution of the same round state and the same number of threads.
+Quiet and busy spells take turns. In each, every layer with every number of threads takes turns too, each timing after
+an untimed step. The ratios are those to the convolution in the same number of threads and in the same spells.
 """
 
 import argparse
@@ -28,47 +28,51 @@ from iternorm.timing.threads import num_threads
 from iternorm.timing.turns import in_turns
 
 CONVOLUTION = "conv3x3"
-# What the clock sees of a thread that waits for its turn on a core: the length of one turn, a few milliseconds.
-SPIN = "while True: pass"
+SPELLS = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--busy", type=int, default=1, help="how many processes keep a core busy")
+    parser.add_argument("--rounds", type=int, default=10, help=f"timings of each in a spell; there are {SPELLS} spells")
     parser.add_argument("--shape", type=int, nargs=4, default=(64, 64, 32, 32))
     parser.add_argument("--channels-last", action="store_true")
-    parser.add_argument("--busy", type=int, default=1, help="busy processes")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     set_malloc_thresholds()
-    case, cpu = Case(tuple(arguments.shape), channels_last=arguments.channels_last), torch.device("cpu")
-    x, grad = case.make(cpu)
-    contestants = [Contestant(rival, case, cpu, x, grad) for rival in rivals(case.shape[1])]
-    keys = [(contestant, threads) for contestant in contestants for threads in arguments.threads]
-    samples = {(c.rival.name, threads, load): [] for c, threads in keys for load in (0, arguments.busy)}
-    clock = CpuDevice()
-    for load in (0, arguments.busy) * 4:
-        with busy_processes(load):
-            for index, (contestant, threads) in in_turns(keys, -(-arguments.rounds // 4), warmup=1):
-                with num_threads(threads):
-                    clock.milliseconds(contestant)
-                    elapsed = clock.milliseconds(contestant)
-                if index >= 0:
-                    samples[contestant.rival.name, threads, load].append(elapsed)
+    case, clock = Case(tuple(arguments.shape), channels_last=arguments.channels_last), CpuDevice()
+    samples = time_layers(case, clock, arguments.threads, arguments.busy, arguments.rounds)
     rows = []
-    for (name, threads, load), values in samples.items():
-        convolution = samples[CONVOLUTION, threads, load]
-        row = {"name": name, "threads": threads, "busy": load, "median_ms": statistics.median(values)}
-        row |= {"min_ms": min(values), "ratio": row["median_ms"] / statistics.median(convolution)}
-        rows.append(row)
+    for (name, threads, busy), values in samples.items():
+        median, convolution = statistics.median(values), statistics.median(samples[CONVOLUTION, threads, busy])
+        row = {"name": name, "threads": threads, "busy": busy, "median_ms": median, "ratio": median / convolution}
+        rows.append({**row, "min_ms": min(values), "samples_ms": values})
         print(
-            f"{name:22} threads {threads}  busy {load}  median {row['median_ms']:7.1f}  min {row['min_ms']:7.1f} ms  "
-            f"{row['ratio']:.2f} of the convolution  max {max(values):.1f}"
+            f"{name:12} {threads} threads, {busy} busy: {median:7.1f} ms, at least {min(values):6.1f}, "
+            f"{row['ratio']:.2f} of the convolution"
         )
     if arguments.json is not None:
         result = {"provenance": provenance(), "shape": case.shape, "channels_last": case.channels_last, "rows": rows}
         write_text_atomically(arguments.json, json.dumps(result, indent=1) + "\n")
+
+
+def time_layers(case: Case, clock: CpuDevice, threads: list[int], busy: int, rounds: int) -> dict:
+    """The timings in ms, by the name of the layer, the number of threads, and that of busy processes."""
+    device = torch.device("cpu")
+    x, grad = case.make(device)
+    contestants = [Contestant(rival, case, device, x, grad) for rival in rivals(case.shape[1])]
+    entries = [(contestant, n) for contestant in contestants for n in threads]
+    samples = {(contestant.rival.name, n, load): [] for contestant, n in entries for load in (0, busy)}
+    for load in (0, busy) * SPELLS:
+        with busy_processes(load):
+            for index, (contestant, n) in in_turns(entries, rounds, warmup=1):
+                with num_threads(n):
+                    clock.milliseconds(contestant)
+                    elapsed = clock.milliseconds(contestant)
+                if index >= 0:
+                    samples[contestant.rival.name, n, load].append(elapsed)
+    return samples
 
 
 def rivals(channels: int) -> list[Rival]:
@@ -77,14 +81,13 @@ def rivals(channels: int) -> list[Rival]:
         Rival(CONVOLUTION, convolution),
         Rival("BatchNorm2d", partial(nn.BatchNorm2d, channels)),
         Rival("IterNorm2d", partial(IterNorm2d, channels)),
-        Rival("IterNorm2d torch", partial(IterNorm2d, channels, impl="torch")),
     ]
 
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """So many processes that do nothing but run, for the block."""
-    processes = [subprocess.Popen([sys.executable, "-S", "-c", SPIN]) for _ in range(count)]
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
     finally:

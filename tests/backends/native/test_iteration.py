@@ -188,17 +188,17 @@ def test_nothing_is_read_or_written_out_of_bounds(size, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("num_iters", [0, 1, 4])
-@pytest.mark.parametrize("group_size", [8, 9])
-def test_gradients_of_the_layer(num_iters, group_size, calls):
-    x = correlated(6, 12, 2, 2).requires_grad_()
-    weight, bias = (torch.randn(12, dtype=torch.float64, requires_grad=True) for _ in range(2))
+def test_gradients_of_the_layer(num_iters, calls):
+    # A full group and a smaller last one.
+    x = correlated(12, 11).requires_grad_()
+    weight, bias = (torch.randn(11, dtype=torch.float64, requires_grad=True) for _ in range(2))
 
     def normalize(x, weight, bias):
-        options = {"group_size": group_size, "num_iters": num_iters, "eps": 1e-3, "impl": "native"}
+        options = {"group_size": 8, "num_iters": num_iters, "eps": 1e-3, "impl": "native"}
         return functional.iter_norm(x, weight=weight, bias=bias, training=True, **options)
 
     assert torch.autograd.gradcheck(normalize, (x, weight, bias))
-    assert torch.autograd.gradgradcheck(normalize, (x, weight, bias))
+    assert torch.autograd.gradgradcheck(normalize, (x, weight, bias), fast_mode=True)
     assert set(calls) == set(BOTH)
 
 
