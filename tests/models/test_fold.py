@@ -1,6 +1,7 @@
 """A folded model gives the output of the unfolded one, and holds no layer it could do without."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -385,6 +386,28 @@ def test_a_norm_with_an_activation_folds_and_keeps_it():
     model = settled(convert_batchnorm(model, group_size=4))
     folded, _ = check(model, torch.randn(2, 4, 5, 5, dtype=torch.float64), ["previous"])
     assert [type(m) for m in folded[1]] == [nn.Identity, nn.Dropout2d, nn.ReLU]
+
+
+RESIDUALS = {
+    "previous": lambda m, x: m.norm(m.conv(x), residual=x),
+    "its own input": lambda m, x: m.norm(y := m.conv(x), residual=y),
+    "by position": lambda m, x: m.norm(m.conv(x), x),
+    "before a convolution": lambda m, x: m.last(m.norm(x, residual=m.conv(x))),
+    "of another norm": lambda m, x: m.norm(m.conv(x), residual=m.norm2(m.last(x))),
+}
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_what_a_norm_adds_to_its_output_is_still_added(name, activation):
+    torch.manual_seed(0)
+    words = {"norm": IterNorm2d(4, activation=activation)}
+    if "another" in name:
+        words["norm2"] = IterNorm2d(4)
+    hows = {"its own input": ["pointwise"], "before a convolution": ["pointwise"], "of another norm": ["previous"] * 2}
+    model = settled(Wired(RESIDUALS[name], **words))
+    folded, _ = check(model, torch.randn(2, 4, 5, 5, dtype=torch.float64), hows.get(name, ["previous"]))
+    pickle.loads(pickle.dumps(folded.norm))
 
 
 def test_decorrelated_features_fold_into_their_linear_layer():

@@ -222,8 +222,9 @@ def convert_to_batchnorm(model: nn.Module, *, report: ConversionReport | None = 
             skipped.append((name, f"{type(layer).__name__} {reason}"))
     report.skipped += skipped
     _warn_of(skipped)
+    model = replace.replace_modules(model, replacements)
     junctions.separate(model)
-    return replace.replace_modules(model, replacements)
+    return model
 
 
 def _diagonal_obstacle(layer: WhiteningNorm) -> str | None:

@@ -61,6 +61,8 @@ def find(node: fx.Node, norm: WhiteningNorm, called: Called) -> Junction | str:
         return "its output is used more than once"
     if is_relu(user, called):
         return Junction(node, None, user, (*passed, user))
+    if user.op == "output":
+        return "its module returns its output"
     if not _is_addition(user):
         return "neither a ReLU nor an addition follows it"
     left, right = user.args

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import linecache
 import operator
+import random
 import types
 from typing import Any
 
@@ -19,9 +20,9 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-# What code calls that asks for more than values: for types, which a proxy does not have, for chance, or for a context,
-# which a graph does not keep. no_grad is seen when it is entered.
-_BEYOND_VALUES = {"isinstance", "issubclass", "type", "hasattr", "random", "autocast"}
+# What code calls that asks for the type of a value, which a proxy does not have, or enters a context, which a graph
+# does not keep. no_grad is seen when it is entered.
+_BEYOND_VALUES = {"isinstance", "issubclass", "type", "hasattr", "autocast"}
 
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv")
 
@@ -88,6 +89,7 @@ def trace(module: nn.Module) -> fx.Graph:
     kept_lists = [(value, value[:]) for value in lists]
     dicts = (vars(module), *(value for value in vars(module).values() if isinstance(value, dict)))
     kept_dicts = [(value, dict(value)) for value in dicts]
+    chance = random.getstate()
     try:
         for training in (True, False):
             for each, _ in modes:
@@ -108,6 +110,10 @@ def trace(module: nn.Module) -> fx.Graph:
         for container, before in kept_dicts:
             container.clear()
             container.update(before)
+        drawn = random.getstate() != chance
+        random.setstate(chance)
+    if drawn:
+        raise CannotTraceError("draws random numbers in its forward")
     if changed:
         raise CannotTraceError("sets attributes of its own in its forward")
     if sources[0] != sources[1]:
@@ -137,7 +143,7 @@ def _check_code(module: nn.Module) -> None:
         raise CannotTraceError(f"has a forward with {', '.join(beyond)} in it, which a graph cannot follow")
 
 
-def _names(kind: type) -> set[str]:
+def _names(kind: Any) -> set[str]:
     """The names in the code of a class's forward, and of the class's methods that it names."""
     found: set[str] = set()
     codes = [inspect.unwrap(kind.forward).__code__]
@@ -147,7 +153,8 @@ def _names(kind: type) -> set[str]:
         for name in set(code.co_names) - found:
             found.add(name)
             method = getattr(getattr(kind, name, None), "__code__", None)
-            codes += [] if method is None else [method]
+            # A value's `type` or `to` is no method of the module.
+            codes += [] if method is None or hasattr(nn.Module, name) else [method]
     return found
 
 

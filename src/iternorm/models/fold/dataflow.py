@@ -35,12 +35,13 @@ class Flow:
     """The neighbours of each whitening layer that is called once, and the dimensions of its input where known.
 
     `previous` is a linear map called once, whose output goes into the whitening layer and nowhere else; `following` is
-    one called once, that alone takes the whitening layer's output.
+    one called once, that alone takes the whitening layer's output. `added_to` are layers called with a residual.
     """
 
     previous: dict[nn.Module, nn.Module] = field(default_factory=dict)
     following: dict[nn.Module, nn.Module] = field(default_factory=dict)
     dimensions: dict[nn.Module, set[int]] = field(default_factory=lambda: defaultdict(set))
+    added_to: set[nn.Module] = field(default_factory=set)
 
 
 def is_linear_map(layer: Any) -> bool:
@@ -80,9 +81,13 @@ def traced(model: nn.Module) -> Flow:
     once = _called_once(called.values(), model) - read
     flow = Flow()
     for node, norm in called.items():
+        residual = _residual(node.args, node.kwargs)
+        if isinstance(norm, WhiteningNorm) and residual is not None:
+            flow.added_to.add(norm)
         if not isinstance(norm, WhiteningNorm) or norm not in once:
             continue
-        source, alone = _source(node), True
+        source = _source(node)
+        alone = source is not residual
         while isinstance(source, fx.Node):
             alone = alone and len(source.users) == 1
             if not isinstance(called.get(source), _PASSING):
@@ -103,6 +108,11 @@ def traced(model: nn.Module) -> Flow:
 def _source(node: fx.Node) -> Any:
     """The input of a call of a layer."""
     return node.args[0] if node.args else node.kwargs.get("input")
+
+
+def _residual(args: Any, kwargs: Any) -> Any:
+    """What is added to the output of a whitening layer, in a call of it."""
+    return args[1] if len(args) > 1 else kwargs.get("residual")
 
 
 def _called_once(calls: Iterable[nn.Module], model: nn.Module) -> set[nn.Module]:
@@ -153,7 +163,7 @@ def recorded(model: nn.Module, example_inputs: tuple[Any, ...]) -> Flow:
     handles = []
     for layer in model.modules():
         if isinstance(layer, WhiteningNorm) or is_linear_map(layer):
-            handles.append(layer.register_forward_pre_hook(recorder.enter, prepend=True))
+            handles.append(layer.register_forward_pre_hook(recorder.enter, prepend=True, with_kwargs=True))
             handles.append(layer.register_forward_hook(recorder.leave))
     try:
         with torch.no_grad(), recorder:
@@ -172,6 +182,7 @@ class _Recorder(TorchDispatchMode):
         self.stack: list[nn.Module] = []
         self.calls: list[tuple[nn.Module, Tensor, Tensor]] = []
         self.inputs: list[Any] = []
+        self.added_to: set[nn.Module] = set()
         self.users: dict[int, set[nn.Module | None]] = defaultdict(set)
         # Tensors are told apart by their address, so none may be freed while the model runs.
         self.kept: list[Any] = []
@@ -190,11 +201,16 @@ class _Recorder(TorchDispatchMode):
                 self.users[id(value)].add(user)
                 self.kept.append(value)
 
-    def enter(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        residual = _residual(args, kwargs)
+        if isinstance(layer, WhiteningNorm) and residual is not None:
+            self.added_to.add(layer)
+            # It goes past the layer's map.
+            self.use(residual)
         self.stack.append(layer)
-        self.inputs.append(args[0] if args else None)
+        self.inputs.append(args[0] if args else kwargs.get("input"))
         # A kernel of our own takes its input without an operation that could be seen.
-        self.use(args)
+        self.use(self.inputs[-1])
 
     def leave(self, layer: nn.Module, args: Any, output: Any) -> None:
         self.calls.append((self.stack.pop(), self.inputs.pop(), output))
@@ -205,7 +221,7 @@ class _Recorder(TorchDispatchMode):
         once = _called_once((layer for layer, _, _ in self.calls), model)
         once = {layer for layer in once if all(self.users[id(p)] <= {layer} for p in layer.parameters(recurse=False))}
         maker = {id(output): layer for layer, _, output in reversed(self.calls)}
-        flow = Flow()
+        flow = Flow(added_to=self.added_to)
         for layer, source, output in self.calls:
             if isinstance(layer, WhiteningNorm) and isinstance(source, Tensor):
                 flow.dimensions[layer].add(source.ndim)

@@ -131,7 +131,7 @@ def _fold_all(model: nn.Module, flow: dataflow.Flow, max_growth: float, table: F
             known = next(iter(dimensions)) if len(dimensions) == 1 else None
             place = fold_layers.fold_pointwise(_linear_part(norm), known)
             table.append(Folded(names[norm], "pointwise", "", "; ".join(reasons)))
-        current[norm] = _in_place_of(norm, place)
+        current[norm] = _in_place_of(norm, place, norm in flow.added_to)
     return replace.replace_modules(model, current)
 
 
@@ -141,6 +141,8 @@ def _reason_against(
     """Why a norm does not go into a neighbour; None where it does."""
     if how == "next" and (isinstance(norm, Followed) or norm.activation is not None):
         return "an activation lies between"
+    if how == "next" and norm in flow.added_to:
+        return "an addition lies between"
     if isinstance(layer, nn.Linear):
         dimensions = flow.dimensions[norm]
         if (dimensions and dimensions != {2}) or isinstance(norm, (_Rank2d, _Rank3d)):
@@ -173,12 +175,24 @@ def _linear_part(norm: WhiteningNorm) -> WhiteningNorm:
     return bare
 
 
-def _in_place_of(norm: WhiteningNorm, layer: nn.Module) -> nn.Module:
+class Sum(nn.Sequential):
+    """In the place of a norm that is called with a residual: its map, the addition, and what followed inside it."""
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        linear, *rest = self
+        output = linear(input)
+        output = output if residual is None else output + residual
+        for module in rest:
+            output = module(output)
+        return output
+
+
+def _in_place_of(norm: WhiteningNorm, layer: nn.Module, is_added_to: bool) -> nn.Module:
     """What takes the norm's place: the layer, the modules that followed the norm inside it, and its hooks."""
     kept: list[tuple[str, nn.Module]] = [] if norm.activation is None else [("activation", nn.ReLU())]
     if isinstance(norm, Followed):
         kept += [(name, norm.get_submodule(name)) for name in norm.followers]
-    if kept:
-        layer = nn.Sequential(OrderedDict([("map", layer), *kept]))
+    if kept or is_added_to:
+        layer = (Sum if is_added_to else nn.Sequential)(OrderedDict([("map", layer), *kept]))
     replace.carry_hooks(norm, layer)
     return layer.eval()
