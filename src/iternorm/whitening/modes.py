@@ -43,6 +43,13 @@ def is_batched(grad: Tensor) -> bool:
     return torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` records this call."""
+    if not torch.compiler.is_compiling():
+        return False
+    return torch.compiler.is_exporting() if hasattr(torch.compiler, "is_exporting") else is_exporting_in_torch_2_6()
+
+
 def is_exporting_in_torch_2_6() -> bool:
     """Whether torch 2.6 exports this call. Later versions answer by themselves, and need no special treatment."""
     if hasattr(torch.compiler, "is_exporting"):
