@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from iternorm.timing.cpu.rivals import Rival
 from torch import nn
 
 from iternorm.layers.norms import IterNorm2d
 from iternorm.report.files import write_text_atomically
 from iternorm.report.provenance import provenance
 from iternorm.timing.cpu.devices import Case, Contestant, CpuDevice, set_malloc_thresholds
-from iternorm.timing.cpu.rivals import Rival
 from iternorm.timing.threads import num_threads
 from iternorm.timing.turns import in_turns
 

@@ -8,7 +8,7 @@ import torch
 import iternorm
 
 SAVED = Path(__file__).parent / "data" / "layers-0.1.pt"
-# The names of 0.1; more may come, none may go.
+# The names of 0.1 and of what was added since; more may come, none may go.
 NAMES = [
     "ConversionReport",
     "DecorrelatedBatchNorm1d",
@@ -17,10 +17,17 @@ NAMES = [
     "DecorrelatedLinear",
     "FoldTable",
     "Folded",
+    "GroupWhitening1d",
+    "GroupWhitening2d",
+    "GroupWhitening3d",
+    "InstanceWhitening1d",
+    "InstanceWhitening2d",
+    "InstanceWhitening3d",
     "IterNorm1d",
     "IterNorm2d",
     "IterNorm3d",
     "SyncIterNorm",
+    "Whitener",
     "convert_batchnorm",
     "convert_sync_iternorm",
     "convert_to_batchnorm",
@@ -34,6 +41,7 @@ NAMES = [
     "fold_pointwise",
     "freeze",
     "functional",
+    "linalg",
     "recalibrate",
     "reference",
     "solvers",

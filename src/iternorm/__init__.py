@@ -18,6 +18,14 @@ from iternorm.layers.norms import (
     IterNorm2d,
     IterNorm3d,
 )
+from iternorm.layers.per_sample import (
+    GroupWhitening1d,
+    GroupWhitening2d,
+    GroupWhitening3d,
+    InstanceWhitening1d,
+    InstanceWhitening2d,
+    InstanceWhitening3d,
+)
 from iternorm.layers.sync import SyncIterNorm
 from iternorm.models.calibrate import freeze, recalibrate, unfreeze
 from iternorm.models.convert import ConversionReport, convert_batchnorm, convert_sync_iternorm, convert_to_batchnorm
@@ -43,6 +51,12 @@ __all__ = [
     "DecorrelatedLinear",
     "FoldTable",
     "Folded",
+    "GroupWhitening1d",
+    "GroupWhitening2d",
+    "GroupWhitening3d",
+    "InstanceWhitening1d",
+    "InstanceWhitening2d",
+    "InstanceWhitening3d",
     "IterNorm1d",
     "IterNorm2d",
     "IterNorm3d",

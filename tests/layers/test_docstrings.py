@@ -13,10 +13,13 @@ from iternorm.solvers import most_steps
 LAYERS = [getattr(iternorm, f"{kind}{rank}d") for kind in ("IterNorm", "DecorrelatedBatchNorm") for rank in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("layer", [*LAYERS, iternorm.SyncIterNorm], ids=lambda layer: layer.__name__)
+PER_SAMPLE = [getattr(iternorm, f"{kind}Whitening{rank}d") for kind in ("Group", "Instance") for rank in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("layer", [*LAYERS, *PER_SAMPLE, iternorm.SyncIterNorm], ids=lambda layer: layer.__name__)
 def test_every_argument_is_explained(layer):
     text = inspect.getdoc(layer) or ""
-    assert "In training" in text
+    assert "In training" in text or layer in PER_SAMPLE
     described = re.findall(r"^    (\w+): \S", text.partition("Args:\n")[2].partition("Example:")[0], re.MULTILINE)
     assert sorted(described) == sorted(inspect.signature(layer).parameters)
     assert "see `WhiteningNorm`" not in text

@@ -68,6 +68,13 @@ def is_mapped(x: Tensor) -> bool:
     return torch._C._functorch.is_batchedtensor(x)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` records this call."""
+    if not torch.compiler.is_compiling():
+        return False
+    return torch.compiler.is_exporting() if hasattr(torch.compiler, "is_exporting") else is_exporting_in_torch_2_6()
+
+
 @constant_in_graphs
 def is_exporting_in_torch_2_6() -> bool:
     """Whether torch 2.6 exports this call. Later versions answer by themselves, and need no special treatment."""

@@ -80,6 +80,20 @@ def check_solver(solver: str) -> None:
         raise ValueError(f"solver={solver!r} is not known; choose one of 'zca', 'pca', 'cholesky'")
 
 
+def check_any_solver(solver: str) -> None:
+    """Newton's iteration among them."""
+    if solver not in ("newton", "zca", "pca", "cholesky"):
+        raise ValueError(f"solver={solver!r} is not known; choose one of 'newton', 'zca', 'pca', 'cholesky'")
+
+
+def check_num_groups(num_groups: Any, num_features: int) -> int:
+    """A number of groups that divides the channels."""
+    result = integer("num_groups", num_groups, "the number of groups of channels, 32 by default")
+    if result < 1 or num_features % result:
+        raise ValueError(f"num_groups={num_groups} must divide the number of channels, {num_features}")
+    return result
+
+
 def check_eps(eps: Any) -> float:
     """The eps as a positive, finite float."""
     result = number("eps", eps, "a small positive one, 1e-5 by default")

@@ -1,7 +1,4 @@
-"""Public functions: check the arguments and hand them over, nothing else.
-
-The signatures follow `torch.nn.functional.batch_norm`. What `impl` means is in `iternorm.whitening.dispatch`.
-"""
+"""Whitening over a batch, with the signature of `torch.nn.functional.batch_norm`."""
 
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
