@@ -32,10 +32,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="timings of each layer")
     parser.add_argument("--threads", type=int, help="CPU threads; torch's own number unless given")
     parser.add_argument("--quick", action="store_true", help="on cuda: two activations and few rounds, about a minute")
+    parser.add_argument("--networks", action="store_true", help="on cuda: whole training steps, eager and compiled")
+    parser.add_argument("--only", nargs="*", help="with --networks: parts by name, such as 'VGG 256 eager'")
     parser.add_argument("--json", type=Path, help="write all timings to this file")
     arguments = parser.parse_args()
     try:
-        bench.check_arguments(arguments.device, arguments.rounds, arguments.threads, arguments.quick)
+        bench.check_arguments(
+            arguments.device, arguments.rounds, arguments.threads, arguments.quick, arguments.networks
+        )
     except ValueError as error:
         parser.error(str(error))
 
@@ -49,8 +53,12 @@ def main() -> None:
         def progress(part: str) -> None:
             print(f"{time.perf_counter() - start:6.1f} s  {part}", file=sys.stderr, flush=True)
 
-        result = bench.gpu.run(rounds=arguments.rounds, quick=arguments.quick, progress=progress, save=save)
-        lines = bench.gpu.lines(result)
+        if arguments.networks:
+            result = bench.gpu.run_networks(rounds=arguments.rounds, only=arguments.only, progress=progress, save=save)
+            lines = bench.gpu.network_lines(result)
+        else:
+            result = bench.gpu.run(rounds=arguments.rounds, quick=arguments.quick, progress=progress, save=save)
+            lines = bench.gpu.lines(result)
     else:
         result = bench.run(rounds=arguments.rounds, threads=arguments.threads)
         lines = cpu_lines(result)

@@ -18,11 +18,14 @@ def bench(
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; torch's own number unless given.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="On cuda: few layers and rounds, about a minute.")] = False,
+    networks: Annotated[
+        bool, typer.Option("--networks", help="On cuda: whole training steps, eager and compiled, instead of layers.")
+    ] = False,
 ) -> None:
     """Time the layers, forward and backward, against a convolution, BatchNorm and the authors' formulation."""
     from iternorm import bench as benchmark
 
-    benchmark.check_arguments(device, rounds, threads, quick)
+    benchmark.check_arguments(device, rounds, threads, quick, networks)
     check_outputs(json)
 
     def save(result: dict) -> None:
@@ -34,7 +37,12 @@ def bench(
             write_text_atomically(json, dumps(result, indent=1) + "\n")
 
     with progress_bar() as progress:
-        if device == "cuda":
+        if networks:
+            task = progress.add_task("timing", total=None)
+            result = benchmark.gpu.run_networks(
+                rounds=rounds, progress=lambda part: progress.update(task, description=part), save=save
+            )
+        elif device == "cuda":
             task = progress.add_task("timing", total=benchmark.gpu.count_parts(quick))
 
             def done(part: str) -> None:
@@ -46,7 +54,8 @@ def bench(
             result = benchmark.run(rounds=rounds, threads=threads, progress=lambda: progress.update(task, advance=1))
     save(result)
     if device == "cuda":
-        console.print("\n".join(benchmark.gpu.lines(result)), highlight=False, markup=False, soft_wrap=True)
+        lines = benchmark.gpu.network_lines(result) if networks else benchmark.gpu.lines(result)
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     else:
         for case in result["cases"]:
             console.print(benchmark.table(case))

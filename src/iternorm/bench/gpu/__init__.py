@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from iternorm.bench.gpu.networks import markdown_networks, network_lines, run_networks
 from iternorm.bench.gpu.table import lines, markdown, markdown_targets, put_between_markers
 from iternorm.bench.gpu.targets import evaluate
 from iternorm.report.provenance import provenance
@@ -24,9 +25,12 @@ __all__ = [
     "evaluate",
     "lines",
     "markdown",
+    "markdown_networks",
     "markdown_targets",
+    "network_lines",
     "put_between_markers",
     "run",
+    "run_networks",
 ]
 
 QUICK_ROUNDS = 5

@@ -11,7 +11,9 @@ NONE = "–"
 def lines(result: dict) -> list[str]:
     """The whole result, one line each."""
     settings = result["settings"]
-    found = [f"{_where(result)}; {settings['rounds']} interleaved rounds; copy {settings['copy_gb_per_s']:.0f} GB/s."]
+    found = [
+        f"{where_measured(result)}; {settings['rounds']} interleaved rounds; copy {settings['copy_gb_per_s']:.0f} GB/s."
+    ]
     for case in result["cases"]:
         found += ["", *_case_lines(case)]
     for setting in result["training"]:
@@ -21,9 +23,9 @@ def lines(result: dict) -> list[str]:
     rows = [["target", "dtype", "measured", "limit", "met"]]
     for target in result["targets"]:
         rows.append(
-            [target["target"], target["dtype"], _ratio(target["measured"]), f"{target['limit']:.2f}", _met(target)]
+            [target["target"], target["dtype"], ratio(target["measured"]), f"{target['limit']:.2f}", _met(target)]
         )
-    found += [*_aligned(rows), "", *notes(result)]
+    found += [*aligned(rows), "", *notes(result)]
     return found
 
 
@@ -69,7 +71,7 @@ def _case_lines(case: dict) -> list[str]:
                 *(_microseconds(row[kind]) for kind in ("graph_ms", "eager_ms")),
                 NONE if row["gb_per_s"] is None else f"{row['gb_per_s']:.0f}",
                 *(
-                    _ratio(row[f"{kind}ratio_to_{other}"])
+                    ratio(row[f"{kind}ratio_to_{other}"])
                     for kind, other in (
                         ("", "floor"),
                         ("", "convolution"),
@@ -78,10 +80,10 @@ def _case_lines(case: dict) -> list[str]:
                         ("eager_", "batch_norm"),
                     )
                 ),
-                _ratio(row["extra_activations"]),
+                ratio(row["extra_activations"]),
             ]
         )
-    return [title, *_aligned(rows, left=2)]
+    return [title, *aligned(rows, left=2)]
 
 
 def _training_lines(setting: dict) -> list[str]:
@@ -92,13 +94,13 @@ def _training_lines(setting: dict) -> list[str]:
             [
                 row["name"],
                 NONE if row["step_ms"] is None else f"{row['step_ms']:.2f}",
-                _ratio(row["ratio_to_batch_norm"]),
+                ratio(row["ratio_to_batch_norm"]),
                 NONE if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}",
-                _ratio(row["memory_ratio_to_batch_norm"]),
+                ratio(row["memory_ratio_to_batch_norm"]),
                 NONE if row["paper_s"] is None else f"{1e3 * row['paper_s']:.0f}",
             ]
         )
-    return [title, *_aligned(rows)]
+    return [title, *aligned(rows)]
 
 
 def markdown(result: dict) -> str:
@@ -106,16 +108,16 @@ def markdown(result: dict) -> str:
     training = [setting for setting in result["training"] if setting["networks"]]
     return "\n".join(
         [
-            f"{_where(result)}. Forward + backward of one layer, µs, as NCHW / NHWC, in a CUDA graph unless",
+            f"{where_measured(result)}. Forward + backward of one layer, µs, as NCHW / NHWC, in a CUDA graph unless",
             "marked eager. fp32 is torch's default, without TF32 in matrix products; the columns `TF32` allow it.",
             "`/ BN` is the better layout's time divided by that of the best BatchNorm of any kind.",
             "",
-            *_markdown_table(_layer_rows(result["cases"])),
+            *markdown_table(_layer_rows(result["cases"])),
             "",
             f"A training step of the paper's VGG, batch {training[0]['batch_size']}, eager{_tf32_note(result)}.",
             "The paper's times were measured on a TITAN Xp.",
             "",
-            *_markdown_table(_training_rows(training)),
+            *markdown_table(_training_rows(training)),
         ]
     )
 
@@ -129,9 +131,9 @@ def markdown_targets(result: dict) -> str:
     rows = [["target", "dtype", "measured", "limit", "met"]]
     for target in result["targets"]:
         rows.append(
-            [target["target"], target["dtype"], _ratio(target["measured"]), f"{target['limit']:.2f}", _met(target)]
+            [target["target"], target["dtype"], ratio(target["measured"]), f"{target['limit']:.2f}", _met(target)]
         )
-    return "\n".join(_markdown_table(rows, left=2))
+    return "\n".join(markdown_table(rows, left=2))
 
 
 def _layer_rows(cases: Sequence[dict]) -> list[list[str]]:
@@ -164,7 +166,7 @@ def _layer_rows(cases: Sequence[dict]) -> list[list[str]]:
 
         def against_batch_norm(name: str | None, best: Callable[..., float | None] = best) -> str:
             ours, batch_norm = best(name), best(BATCH_NORM, COMPILED_BATCH_NORM)
-            return _ratio(None if ours is None or batch_norm is None else ours / batch_norm)
+            return ratio(None if ours is None or batch_norm is None else ours / batch_norm)
 
         rows.append(
             [
@@ -192,8 +194,8 @@ def _training_rows(settings: Sequence[dict]) -> list[list[str]]:
             step_ms = row.get("step_ms")
             cells += [
                 NONE if step_ms is None else f"{step_ms:.2f}",
-                _ratio(row.get("ratio_to_batch_norm")),
-                _ratio(row.get("memory_ratio_to_batch_norm")),
+                ratio(row.get("ratio_to_batch_norm")),
+                ratio(row.get("memory_ratio_to_batch_norm")),
             ]
         rows.append([name, *cells, NONE if paper is None else f"{1e3 * paper:.0f}"])
     return rows
@@ -208,12 +210,14 @@ def put_between_markers(document: str, name: str, content: str) -> str:
     return document[: found.start()] + f"{begin}\n\n{content}\n\n{end}" + document[found.end() :]
 
 
-def _markdown_table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+def markdown_table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """The lines of a table whose first row is its head; the columns after the first `left` are numbers."""
     rule = ["---" if column < left else "---:" for column in range(len(rows[0]))]
     return [f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:])]
 
 
-def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """The same as plain text."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 
     def pad(column: int, cell: str) -> str:
@@ -223,7 +227,8 @@ def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     return ["  " + "  ".join(pad(column, cell) for column, cell in enumerate(row)).rstrip() for row in rows]
 
 
-def _where(result: dict) -> str:
+def where_measured(result: dict) -> str:
+    """The GPU and the versions."""
     machine, torch_ = result["provenance"]["machine"], result["provenance"]["torch"]
     triton = f", triton {torch_['triton']}" if torch_.get("triton") else ""
     return f"{machine.get('gpu') or machine['cpu']}, torch {torch_['version']}{triton}"
@@ -241,7 +246,8 @@ def _met(target: dict) -> str:
     return {True: "yes", False: "no", None: "not measured"}[target["met"]]
 
 
-def _ratio(value: float | None) -> str:
+def ratio(value: float | None) -> str:
+    """A ratio as tables show it."""
     return NONE if value is None else f"{value:.2f}"
 
 
