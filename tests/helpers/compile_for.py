@@ -53,7 +53,10 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
         if layout == "rows":
             x = x.to(memory_format=torch.channels_last)
         weight = torch.empty(2 * size, device="cuda:0")
-        made = plan.plan_for(x, weight, weight, size, 24 if "many" in more else 5, None, relu="relu" in more)
+        steps, residual = 24 if "many" in more else 5, "residual" in more
+        made = plan.plan_for(
+            x, weight, weight, size, steps, None, relu="relu" in more, residual=residual, summed=residual
+        )
     names = ("moments", "reduce", "cross_moments", "cross_reduce", "apply")
     if made.iteration is None:
         iterates = ("whiten", "whiten_backward")

@@ -194,6 +194,7 @@ def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):
         # Steps that are watched, in one program and by launches.
         ("RTX 4090", ("tf32", "rows", "64", "many")),
         ("A100", ("exact", "planes", "128", "many")),
+        ("RTX 4090", ("bf16", "rows", "64", "relu", "residual")),
     ],
 )
 def test_the_kernels_compile_for_other_gpus(name, arguments, tmp_path):

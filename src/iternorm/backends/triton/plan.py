@@ -148,8 +148,9 @@ class Plan:
     def _tiles(self, kernel: str) -> Tiles:
         if kernel in self._chosen:
             return self._chosen[kernel]
-        masks = self.key.relu if kernel == "cross_moments" else self._masks
-        tiles = tiles_for(kernel, self.layout, self.key.split, masks)
+        key = self.key
+        third = {"moments": False, "apply": key.residual, "whiten": key.residual, "cross_moments": key.relu}
+        tiles = tiles_for(kernel, self.layout, key.split, third.get(kernel, self._masks))
         # The iteration's backward in three parts takes most of a multiprocessor's shared memory.
         return (
             tiles._replace(per_sm=1)

@@ -121,9 +121,13 @@ def block_of(kernel: str, layout: Layout) -> int:
     return 2 * BLOCK if kernel == "cross_moments" and layout.padded % (2 * BLOCK) == 0 else BLOCK
 
 
-def tiles_for(kernel: str, layout: Layout, split: int, relu: bool = False) -> Tiles:
-    """The tiles of a kernel. With an activation (`relu`) the backward's kernels read a third tile."""
-    if relu and kernel in ("cross_moments", "apply_backward", "whiten_backward"):
+def tiles_for(kernel: str, layout: Layout, split: int, third: bool = False) -> Tiles:
+    """The tiles of a kernel, which may go over a `third` activation: a residual forward, the output backward."""
+    if third and kernel in ("apply", "whiten"):
+        # The stages of two loads leave room for a second program.
+        tiles = tiles_for(kernel, layout, split)
+        return tiles._replace(stages=max(1, tiles.stages - 1))
+    if third:
         return _with_third_tile(kernel, layout, split)
     tuning = HOPPER[kernel]
     up_to_64 = layout.padded <= LARGEST_NEWTON
