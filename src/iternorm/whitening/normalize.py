@@ -69,4 +69,5 @@ def _infer(x, weight, bias, settings: Settings, statistics: Running, backend: Ba
 
 
 def _activated(y: Tensor, settings: Settings) -> Tensor:
-    return F.relu(y) if settings.relu else y
+    # Not `settings.relu`: the compiler of torch 2.6 takes a property of a named tuple for a value of the graph.
+    return F.relu(y) if settings.activation == "relu" else y
