@@ -282,10 +282,11 @@ def _newton_backward(
         half = torch.add(1.5 * d_residual, shared, alpha=-1.0).sub_(shared.mT, alpha=0.5)
         half = torch.baddbmm(half, half, residual, beta=0.75, alpha=-0.25)
         d_residual = half + half.mT
-        step = torch.baddbmm(d_iterate, d_iterate, following, beta=1.5, alpha=-0.5)
-        step = step.baddbmm_(iterate, d_residual, alpha=-0.5)
+        # Not `step`: a compiled backward of torch 2.6 would take it for the forward's variable of that name.
+        d_step = torch.baddbmm(d_iterate, d_iterate, following, beta=1.5, alpha=-0.5)
+        d_step = d_step.baddbmm_(iterate, d_residual, alpha=-0.5)
         # Where it has stopped, R is zero and Z stays.
-        d_iterate = torch.where(_trace(following) < 0.5, d_iterate, step) if k >= UNWATCHED_STEPS else step
+        d_iterate = torch.where(_trace(following) < 0.5, d_iterate, d_step) if k >= UNWATCHED_STEPS else d_step
     d_normalized = _symmetric(d_iterate).view_as(covariance)
     through_trace = through_trace + (d_normalized * (covariance / trace)).sum((-2, -1), keepdim=True)
     return (d_normalized - through_trace * identity) / trace

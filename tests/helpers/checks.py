@@ -1,9 +1,13 @@
 """What several test files measure: data with a known spectrum, errors, peak memory, the state of a layer."""
 
+import os
 from collections.abc import Iterable
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+from iternorm.whitening import dispatch
 
 # Shapes on both sides of every choice that the verbs on the CPU make: planes longer and shorter than a group, ragged
 # groups, odd sizes, one sample, one position, two dimensions; (shape, group_size).
@@ -21,6 +25,14 @@ SHAPES = [
     ((2, 6, 3, 4, 5), 4),
     ((4, 1, 3, 3), 1),
 ]
+
+
+def skip_without_kernels() -> None:
+    """Skip a test where the Triton kernels run neither on a GPU nor in Triton's interpreter."""
+    if dispatch.NO_TRITON:
+        pytest.skip(dispatch.NO_TRITON)
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs a CUDA device or TRITON_INTERPRET=1")
 
 
 def covariance_with(eigenvalues: Tensor, *batch: int) -> Tensor:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_same_state, correlated, relative_error, state_of
+from checks import assert_same_state, correlated, relative_error, skip_without_kernels, state_of
 from torch import nn
 
 import iternorm
 from iternorm import IterNorm2d, SyncIterNorm
-from iternorm.whitening import dispatch
 
 KINDS = [
     (iternorm.IterNorm1d, ()),
@@ -57,8 +56,8 @@ def test_it_is_the_layer_whose_bias_is_zero(kind, shape):
 
 @pytest.mark.parametrize("impl", ["native", "torch", "reference", "triton"])
 def test_every_implementation_takes_a_weight_alone(impl):
-    if impl == "triton" and dispatch.NO_TRITON:
-        pytest.skip(dispatch.NO_TRITON)
+    if impl == "triton":
+        skip_without_kernels()
     layer = IterNorm2d(8, group_size=3, impl=impl, bias=False)
     layer.weight.data.normal_()
     x = correlated(6, 8, 5, 5, dtype=torch.float32)

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from checks import relative_error
+from checks import relative_error, skip_without_kernels
 from torch import nn
 
 import iternorm
 from iternorm import DecorrelatedBatchNorm2d, IterNorm2d, SyncIterNorm
-from iternorm.whitening import dispatch
 
 # TorchScript itself is deprecated, and a trace remarks on every size that Python code looks at.
 pytestmark = [
@@ -63,8 +62,7 @@ def test_a_trace_saves_and_runs_on_another_batch(name, training):
 
 
 def test_the_kernel_of_eval_does_not_leave_a_constant_in_the_trace():
-    if dispatch.NO_TRITON:
-        pytest.skip(dispatch.NO_TRITON)
+    skip_without_kernels()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layer = IterNorm2d(8, group_size=3, impl="triton").to(device).eval()
     layer.running_mean.normal_()

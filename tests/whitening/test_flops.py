@@ -5,12 +5,12 @@ import sys
 
 import pytest
 import torch
+from checks import skip_without_kernels
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from iternorm import IterNorm2d
-from iternorm.whitening import dispatch
 
 # 4 x 10 x 5 x 5 in groups of 4, 4 and 2: one product of every sample with its group's matrix, two operations each.
 PRODUCT = 2 * 4 * 25 * (4 * 4 + 4 * 4 + 2 * 2)
@@ -36,8 +36,8 @@ SMALL = 4 * PRODUCT // (4 * 25)
 
 @pytest.mark.parametrize("impl", ["torch", "native", "triton"])
 def test_training(impl):
-    if impl == "triton" and dispatch.NO_TRITON:
-        pytest.skip(dispatch.NO_TRITON)
+    if impl == "triton":
+        skip_without_kernels()
     layer = IterNorm2d(10, group_size=4, num_iters=5, impl=impl)
     forward = 2 * PRODUCT + newton(5, 3)
     assert forward <= counted(layer) <= forward + SMALL

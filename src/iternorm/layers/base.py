@@ -195,7 +195,11 @@ class WhiteningNorm(BatchNormWithoutVariance):
             return fused.whiten_eagerly(input, weight, bias, self._settings, statistics, residual)
         self._check(input, weight, bias, mean, matrix)
         validation.check_residual(residual, input)
-        settings = self._settings if group is None else self._settings._replace(process_group=group)
+        settings = self._settings
+        if group is not None:
+            # Not `_replace`, which the compiler of torch 2.6 does not look into.
+            size, solver, num_iters, eps, activation, impl, _ = settings
+            settings = Settings(size, solver, num_iters, eps, activation, impl, group)
         if eager and batch_statistics and group is None and not self._warned:
             self._warn_of_few_values(input, settings.group_size)
         backend = dispatch.choose(settings, input)

@@ -240,18 +240,20 @@ SETTINGS = [
 
 
 def test_tf32_is_allowed_in_every_way_that_torch_has():
-    # Each in a process of its own: the settings hang together, and one that was set before decides what another does.
-    script = (
-        "import torch; from iternorm.backends.triton.precision import split_for; {}; print(+split_for(torch.float32))"
-    )
+    # Each in a fork of its own: the settings hang together, and one that was set before decides what another does.
+    script = """if True:
+        import os, sys, torch
+        from iternorm.backends.triton.precision import split_for
+        for setting in sys.argv[1:]:
+            if os.fork() == 0:
+                exec(setting)
+                print(+split_for(torch.float32), flush=True)
+                os._exit(0)
+            os.wait()
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     wanted = [(setting, split) for setting, split in SETTINGS if "fp32_precision" not in setting or HAS_FP32_PRECISION]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script.format(setting)], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for setting, _ in wanted
-    ]
-    found = [process.communicate()[0].strip() for process in processes]
+    command = [sys.executable, "-c", script, *(setting for setting, _ in wanted)]
+    found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True).stdout.split()
     assert found == [str(split) for _, split in wanted]

@@ -94,7 +94,7 @@ def test_departures_and_costs_are_told():
 
 def test_smoke_jobs_are_the_same_training_made_small():
     small, full = table1.jobs(Plan(smoke=True)), table1.jobs(Plan(seeds=1))
-    sizes = ("data", "batch_size", "lr", "epochs", "train_examples", "test_examples", "width")
+    sizes = ("data", "batch_size", "lr", "epochs", "train_examples", "test_examples", "width", "precision")
     for one, other in zip(small, full, strict=True):
         a, b = (dataclasses.asdict(Recipe.from_config(config)) for config in (one, other))
         assert {name for name in a if a[name] != b[name]} == set(sizes)

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("accelerate")
 pytest.importorskip("safetensors")
+# Some hundred processes, half a minute.
+pytestmark = pytest.mark.rare
 
 
 @pytest.fixture(scope="module")
