@@ -42,11 +42,15 @@ def test_it_names_no_host_no_user_and_no_path():
 
 
 def test_cpu_model_falls_back_to_the_platform(monkeypatch):
+    read = Path.read_text
+
     def unreadable(self, *args, **kwargs):
-        raise PermissionError
+        if self == Path("/proc/cpuinfo"):
+            raise PermissionError
+        return read(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "read_text", unreadable)
-    assert module._cpu_model() == (platform.processor() or platform.machine())
+    assert provenance()["machine"]["cpu"] == (platform.processor() or platform.machine())
 
 
 def git(folder, *arguments):
@@ -59,18 +63,19 @@ def test_commit_is_known_in_a_checkout_only_and_marked_when_dirty(tmp_path, monk
     copy = tmp_path / "provenance.py"
     shutil.copy(module.__file__, copy)
     monkeypatch.setattr(module, "__file__", str(copy))
-    assert module._source_commit() is None
+    monkeypatch.delenv("ITERNORM_COMMIT", raising=False)
+    assert provenance()["commit"] is None
     git(tmp_path, "init")
     # A repository around the package that does not track it is somebody else's.
-    assert module._source_commit() is None
+    assert provenance()["commit"] is None
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "first")
-    clean = module._source_commit()
-    assert re.fullmatch(r"[0-9a-f]{40}", str(clean))
+    clean = provenance()["commit"]
+    assert re.fullmatch(r"[0-9a-f]{40}", clean)
     (tmp_path / "untracked").touch()
-    assert module._source_commit() == clean
+    assert provenance()["commit"] == clean
     copy.write_text("changed")
-    assert module._source_commit() == clean + "-dirty"
+    assert provenance()["commit"] == clean + "-dirty"
 
 
 def test_commit_is_none_without_git(monkeypatch):
