@@ -85,7 +85,7 @@ class _Whiten(torch.autograd.Function):
                 grad_covariance = inverse_sqrt_backward(
                     grad_whitening, whitening, solved, num_features, settings, ctx.kernel_iteration
                 )
-                second = grad_covariance * (2 / num_samples)
+                second = grad_covariance * (2 * (1 - settings.shrinkage) / (num_samples - settings.correction))
                 first = _scale_rows(whitening, weight, group_size).mT
                 offset = _on_vector(first, grad_sum, group_size) / -num_samples - _on_vector(second, mean, group_size)
                 if _is_empty(x):
@@ -109,9 +109,11 @@ def _batch_moments(x: Tensor, settings: Settings):
         covariance = operators.matrices_like(x, settings.group_size, dtype).zero_()
     else:
         mean, covariance = operators.call(operators.moments, x, settings.group_size, settings.impl)
+    count = x.numel() // x.shape[1]
     if settings.process_group:
-        return collective.global_moments(x.numel() // x.shape[1], mean, covariance, settings.process_group)
-    return None, mean, covariance
+        total, mean, covariance = collective.global_moments(count, mean, covariance, settings.process_group)
+        return total, mean, settings.unbiased(covariance, total)
+    return None, mean, settings.unbiased(covariance, count)
 
 
 def _batch_cross_moments(grad: Tensor, x: Tensor, mean: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
@@ -137,7 +139,7 @@ def inverse_sqrt(
     """
     matrices, solved = [], []
     for part in groups.parts(num_features, settings.group_size):
-        regularized = _regularized(part.of(covariance), settings.eps)
+        regularized = settings.regularized(part.of(covariance))
         if kernel_iteration:
             from iternorm.backends.triton import iteration
 
@@ -183,10 +185,6 @@ def fold_affine(
     return matrix, offset if bias is None else offset + bias.to(offset.dtype)
 
 
-def _regularized(covariance: Tensor, eps: float) -> Tensor:
-    return covariance + eps * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-
-
 def _scale_rows(matrix: Tensor, weight: Tensor | None, group_size: int) -> Tensor:
     return matrix if weight is None else matrix * groups.pad_vector(weight.to(matrix.dtype), group_size)[:, :, None]
 
@@ -226,7 +224,8 @@ def _composed(x, weight, bias, settings: Settings, solve) -> tuple[Tensor, Tenso
     parts = groups.parts(x.shape[1], settings.group_size)
     with no_autocast(x):
         blocks, mean, covariance = centered_moments(x, settings.group_size)
-        regularized = [_regularized(part.of(covariance), settings.eps) for part in parts]
+        covariance = settings.unbiased(covariance, x.numel() // x.shape[1])
+        regularized = [settings.regularized(part.of(covariance)) for part in parts]
         matrices = [solve(matrix, settings.solver, settings.num_iters) for matrix in regularized]
         y = torch.cat([(m @ block).flatten(1, 2) for m, block in zip(matrices, blocks, strict=True)], 1)
     statistics = mean.detach(), covariance.detach(), groups.pad(matrices).detach()

@@ -24,6 +24,8 @@ class Settings(NamedTuple):
         activation: None, or "relu".
         impl: What the user asked to compute it: see `iternorm.whitening.dispatch`.
         process_group: The processes whose batches are one; None is this process alone.
+        correction: What the number of samples is reduced by where the covariance is divided by it.
+        shrinkage: How far the covariance is moved towards the identity, from 0 to 1.
     """
 
     group_size: int
@@ -33,6 +35,19 @@ class Settings(NamedTuple):
     activation: str | None = None
     impl: str = "auto"
     process_group: Group | None = None
+    correction: int = 0
+    shrinkage: float = 0.0
+
+    def unbiased(self, covariance: Tensor, num_samples: Any) -> Tensor:
+        """The covariance of so many samples (a number, or a tensor), divided by their number less `correction`."""
+        return covariance * (num_samples / (num_samples - self.correction)) if self.correction else covariance
+
+    def regularized(self, covariance: Tensor) -> Tensor:
+        """(1 - shrinkage) Σ + (shrinkage + eps) I."""
+        identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+        if self.shrinkage:
+            covariance = (1 - self.shrinkage) * covariance
+        return covariance + (self.shrinkage + self.eps) * identity
 
     @property
     def steps(self) -> int:
