@@ -86,6 +86,13 @@ def test_the_guide(capsys):
     assert "previous" in capsys.readouterr().out
 
 
+def test_the_page_of_the_whitener():
+    found = run_page("whitener.md", 5)
+    assert found["white"].shape == (2000, 32)
+    for piece in found["z"]:
+        torch.testing.assert_close(piece.T.cov(), torch.eye(64), atol=1e-3, rtol=0)
+
+
 def test_the_page_of_tools(capsys):
     found = run_page("tools.md", 2)
     assert int(capsys.readouterr().out) > 0
@@ -95,3 +102,14 @@ def test_the_page_of_tools(capsys):
     layer.total_ops = 0
     found["for_thop"](layer, (torch.randn(2, 16, 3, 3),), None)
     assert layer.total_ops == 2 * 16 * 9 * 4
+
+
+def test_train_wmse(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    words = ("--steps", 4, "--batch", 160, "--generated")
+    output = run(*launcher, EXAMPLES / "train_wmse.py", *words, folder=tmp_path)
+    assert "2 processes, generated images, 4 steps" in output
+    smallest, largest = re.search(r"along their axes: (\S+) to (\S+)", output).groups()
+    # Whitened over both processes, so white over both.
+    assert abs(float(smallest) - 1) < 1e-2
+    assert abs(float(largest) - 1) < 1e-2

@@ -26,6 +26,7 @@ NAMES = [
     "IterNorm1d",
     "IterNorm2d",
     "IterNorm3d",
+    "SyncDecorrelatedBatchNorm",
     "SyncIterNorm",
     "Whitener",
     "convert_batchnorm",

@@ -14,7 +14,8 @@ from iternorm.bench.gpu import put_between_markers
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/math.md", "docs/reproduction.md"]
-DOCUMENTS += ["benchmarks/README.md", "docs/using.md", "docs/choosing.md", "docs/tools.md"]
+DOCUMENTS += ["benchmarks/README.md", "docs/using.md", "docs/choosing.md", "docs/tools.md", "docs/whitener.md"]
+DOCUMENTS += ["docs/migrating.md"]
 DOCUMENTS += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "decisions").glob("*.md"))
 
 

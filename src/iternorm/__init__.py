@@ -26,7 +26,7 @@ from iternorm.layers.per_sample import (
     InstanceWhitening2d,
     InstanceWhitening3d,
 )
-from iternorm.layers.sync import SyncIterNorm
+from iternorm.layers.sync import SyncDecorrelatedBatchNorm, SyncIterNorm
 from iternorm.models.calibrate import freeze, recalibrate, unfreeze
 from iternorm.models.convert import ConversionReport, convert_batchnorm, convert_sync_iternorm, convert_to_batchnorm
 from iternorm.models.features import DecorrelatedLinear, decorrelate_features
@@ -67,6 +67,7 @@ __all__ = [
     "LazyIterNorm2d",
     "LazyIterNorm3d",
     "SmallBatchWarning",
+    "SyncDecorrelatedBatchNorm",
     "SyncIterNorm",
     "Whitener",
     "convert_batchnorm",

@@ -32,6 +32,7 @@ class Case:
     words: dict = field(default_factory=dict)
     mean: float = 0.5
     steps: int = 2
+    layer: str = "IterNorm"
 
 
 CASES = {
@@ -42,11 +43,29 @@ CASES = {
     "no affine, no statistics": Case((2, 2, 2), (6, 4), words={"affine": False, "track_running_stats": False}),
     "fp32": Case((16, 9, 7), (12, 4, 4), torch.float32, {"group_size": 8}),
     "fp32, large mean": Case((16, 9, 7), (12, 4, 4), torch.float32, {"group_size": 8}, mean=1000.0),
+    "correction and shrinkage": Case((5, 3, 4), (6, 3), words={"group_size": 4, "correction": 1, "shrinkage": 0.1}),
+    "zca": Case((5, 3, 4), (10, 3, 2), words={"group_size": 4}, layer="DecorrelatedBatchNorm"),
+    "cholesky, W-MSE": Case(
+        (7, 0, 9),
+        (6,),
+        words={"group_size": None, "solver": "cholesky", "eps": 0.0, "correction": 1, "running": "covariance"},
+        layer="DecorrelatedBatchNorm",
+    ),
+    "pca": Case(
+        (9, 8, 7),
+        (6, 2),
+        words={"solver": "pca", "running": "covariance", "shrinkage": 0.2},
+        layer="DecorrelatedBatchNorm",
+    ),
     "fp32, large mean, empty rank": Case((0, 20, 12), (12, 4, 4), torch.float32, {"group_size": 8}, mean=1000.0),
 }
 
 
-COMPILED = ("ragged groups", "empty rank")
+COMPILED = ("ragged groups", "empty rank", "cholesky, W-MSE")
+
+
+def synchronized(case: Case):
+    return prepared(getattr(iternorm, f"Sync{case.layer}")(case.shape[0], dtype=case.dtype, **case.words))
 
 
 def batches(case: Case):
@@ -122,8 +141,7 @@ def network_batch():
 def everything(rank: int, size: int) -> dict:
     results: dict = {}
     for name, case in CASES.items():
-        layer = prepared(iternorm.SyncIterNorm(case.shape[0], dtype=case.dtype, **case.words))
-        results[name] = run_steps(layer, own(case, rank))
+        results[name] = run_steps(synchronized(case), own(case, rank))
 
     for name in COMPILED:
         results["compiled", name] = compiled(CASES[name], rank)
@@ -138,6 +156,12 @@ def everything(rank: int, size: int) -> dict:
     layer = iternorm.SyncIterNorm(5 if rank == 2 else 6)
     results["disagree"] = error_of(layer, torch.randn(4, 5 if rank == 2 else 6))
     results["disagree, input"] = error_of(iternorm.SyncIterNorm(6), torch.randn(4, 5 if rank == 1 else 6))
+    kind = iternorm.SyncDecorrelatedBatchNorm
+    results["disagree, solver"] = error_of(kind(6, solver="pca" if rank else "zca"), torch.randn(40, 6))
+    torch.manual_seed(rank)
+    layer = kind(6, group_size=2, track_running_stats=False, shuffle=True)
+    results["orders"] = [layer._random_order(torch.empty(1, 6)) for _ in range(4)]
+    results["shuffled"] = layer(torch.randn(40, 6)).detach()
     results["one value"] = error_of(iternorm.SyncIterNorm(6), torch.randn(int(rank == 0), 6))
 
     with warnings.catch_warnings(record=True) as caught:
@@ -168,7 +192,7 @@ def everything(rank: int, size: int) -> dict:
 
 
 def compiled(case: Case, rank: int):
-    layer = prepared(iternorm.SyncIterNorm(case.shape[0], dtype=case.dtype, **case.words))
+    layer = synchronized(case)
     # The default backend without its code generator, which takes most of a minute on three ranks: the partitioner is
     # the same, and decides in which pass a collective runs.
     return run_steps(layer, own(case, rank), torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition"))

@@ -319,7 +319,7 @@ def test_repr_names_what_was_chosen():
 ARGUMENT_ERRORS = [
     ({"num_features": 0}, ValueError, "num_features=0 must be at least 1; give the number of channels"),
     ({"num_features": 2.0}, TypeError, "num_features=2.0 is not an integer"),
-    ({"eps": 0}, ValueError, "eps=0 must be positive and finite"),
+    ({"eps": -1}, ValueError, "eps=-1 must not be negative or infinite"),
     ({"momentum": -0.1}, ValueError, "momentum=-0.1 must be from 0 to 1; None is the average of all batches"),
     ({"group_size": 0}, ValueError, "group_size=0 must be at least 1"),
     ({"group_size": 2.0}, TypeError, "group_size=2.0 is not an integer"),
@@ -376,7 +376,7 @@ def test_an_input_that_is_not_floating_point_is_refused(dtype):
 
 
 def test_an_attribute_spoiled_later_is_refused_and_nothing_is_changed():
-    for name, value in (("eps", 0.0), ("momentum", 2.0), ("group_size", 3), ("impl", "none")):
+    for name, value in (("eps", -1.0), ("momentum", 2.0), ("group_size", 3), ("impl", "none")):
         layer = IterNorm2d(8, group_size=4)
         before = state_of(layer)
         setattr(layer, name, value)

@@ -65,9 +65,7 @@ def tolerance(case):
 
 def one_process(case, members: Sequence[int] = range(SIZE)):
     """The outcome of one process on the concatenated batches of `members`, computed in fp64."""
-    layer = (
-        iternorm.IterNorm1d if len(case.shape) < 3 else (iternorm.IterNorm2d, iternorm.IterNorm3d)[len(case.shape) - 3]
-    )
+    layer = getattr(iternorm, f"{case.layer}{max(len(case.shape) - 1, 1)}d")
     layer = sync_ranks.prepared(layer(case.shape[0], dtype=torch.float64, **case.words))
     inputs = [
         tuple(torch.cat([t.split(case.counts)[rank] for rank in members]).double() for t in batch)
@@ -106,6 +104,20 @@ def test_full_graph_compile_equals_one_process(ranks, name):
 
 def test_processes_that_share_a_batch_are_not_warned_of_their_part(ranks):
     assert [rank["warnings of a small part"] for rank in ranks] == [[]] * SIZE
+
+
+def test_ranks_shuffle_alike_and_anew_each_time(ranks):
+    for orders in zip(*(rank["orders"] for rank in ranks), strict=True):
+        assert all(torch.equal(order, orders[0]) for order in orders)
+        assert sorted(orders[0].tolist()) == list(range(6))
+    assert len({tuple(order.tolist()) for order in ranks[0]["orders"]}) > 1
+    y = torch.cat([rank["shuffled"] for rank in ranks])
+    torch.testing.assert_close(y.square().mean(0), torch.ones(6), rtol=1e-3, atol=1e-3)
+
+
+def test_disagreement_on_the_solver_is_an_error(ranks):
+    for rank in ranks:
+        assert "the ranks of the process group disagree on solver" in rank["disagree, solver"]
 
 
 def test_subgroups_synchronize_among_themselves(ranks):
@@ -224,9 +236,22 @@ def test_convert_sync_iternorm_carries_everything_and_keeps_sharing():
 
 
 def test_convert_sync_iternorm_names_what_it_leaves():
-    model = nn.Sequential(iternorm.DecorrelatedBatchNorm1d(4))
-    with pytest.warns(UserWarning, match=r"0 \(DecorrelatedBatchNorm1d\)"):
+    model = nn.Sequential(iternorm.LazyDecorrelatedBatchNorm1d())
+    with pytest.warns(UserWarning, match=r"0 \(LazyDecorrelatedBatchNorm1d\)"):
         iternorm.convert_sync_iternorm(model)
+
+
+def test_convert_sync_iternorm_takes_exact_whitening_too():
+    words = {"solver": "cholesky", "running": "covariance", "correction": 1, "shrinkage": 0.1}
+    model = nn.Sequential(iternorm.DecorrelatedBatchNorm1d(4, 0.0, group_size=2, **words))
+    x = torch.randn(9, 4)
+    model(x)
+    expected = model.eval()(x)
+    new = iternorm.convert_sync_iternorm(model)[0]
+    assert type(new) is iternorm.SyncDecorrelatedBatchNorm
+    assert {name: getattr(new, name) for name in words} == words
+    assert torch.equal(model(x), expected)
+    assert type(iternorm.convert_to_batchnorm(model)[0]) is nn.SyncBatchNorm
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

@@ -25,6 +25,8 @@ def iter_norm(
     impl: str = "auto",
     activation: str | None = None,
     residual: Tensor | None = None,
+    correction: int = 0,
+    shrinkage: float = 0.0,
 ) -> Tensor:
     """Iterative normalization: whiten each group of channels by `num_iters` Newton steps, scale and shift.
 
@@ -42,7 +44,7 @@ def iter_norm(
         training: use the statistics of the batch.
         momentum: the share of the new value in a running statistic; None is the cumulative average, for which
             `num_batches_tracked` is needed.
-        eps: added to the diagonal of the covariance.
+        eps: added to the diagonal of the covariance. With 0, a group without full rank may give NaN.
         running_covariance: ``[G, d, d]``, in place of `running_whitening`: the average of the covariances.
         num_batches_tracked: a counter of batches, counted up on its device.
         group_size: channels whitened together, the last group holding the remainder; None is all of them.
@@ -52,6 +54,8 @@ def iter_norm(
         activation: None, or "relu": the output goes through it. The kernels do that in passing, which saves reading and
             writing the activation once more.
         residual: like the input: added to the output, before the activation, and in passing too.
+        correction: 1 divides the covariance by the number of values less one, as `torch.cov` does; 0 by their number.
+        shrinkage: (1 - shrinkage) Σ + shrinkage I takes the place of the covariance Σ; from 0 to 1.
 
     Example:
         >>> import torch
@@ -80,6 +84,8 @@ def iter_norm(
             impl=impl,
             activation=activation,
             residual=residual,
+            correction=correction,
+            shrinkage=shrinkage,
         )
     num_iters = validation.check_num_iters(num_iters)
     return _normalize(
@@ -99,6 +105,8 @@ def iter_norm(
         impl,
         activation,
         residual,
+        correction,
+        shrinkage,
     )
 
 
@@ -119,6 +127,8 @@ def decorrelated_batch_norm(
     impl: str = "auto",
     activation: str | None = None,
     residual: Tensor | None = None,
+    correction: int = 0,
+    shrinkage: float = 0.0,
 ) -> Tensor:
     """Decorrelated batch normalization: whiten each group of channels exactly, scale and shift.
 
@@ -144,6 +154,8 @@ def decorrelated_batch_norm(
             impl=impl,
             activation=activation,
             residual=residual,
+            correction=correction,
+            shrinkage=shrinkage,
         )
     validation.check_solver(solver)
     return _normalize(
@@ -163,6 +175,8 @@ def decorrelated_batch_norm(
         impl,
         activation,
         residual,
+        correction,
+        shrinkage,
     )
 
 
@@ -183,6 +197,8 @@ def _normalize(
     impl: str,
     activation: str | None,
     residual: Tensor | None,
+    correction: int,
+    shrinkage: float,
 ) -> Tensor:
     validation.check_input(x)
     validation.check_residual(residual, x)
@@ -193,6 +209,8 @@ def _normalize(
     num_features = x.shape[1]
     size = groups.effective_size(num_features, group_size)
     settings = Settings(size, solver, num_iters, validation.check_eps(eps), activation, impl)
+    correction, shrinkage = validation.check_correction(correction), validation.check_shrinkage(shrinkage)
+    settings = settings._replace(correction=correction, shrinkage=shrinkage)
     matrix_shape = (groups.num_groups(num_features, group_size), size, size)
     for name, tensor, shape in (
         ("running_mean", running_mean, (num_features,)),

@@ -54,6 +54,10 @@ class WhiteningNorm(BatchNormWithoutVariance):
         impl: "auto" takes the fastest that can run; "triton", "native" (C, on a CPU), "torch" and "reference" ask for
             one by name and raise where it cannot run. See `iternorm.functional`.
         activation: None, or "relu": the output goes through it, which on a GPU saves a pass over the activation.
+        correction: 1 divides the covariance by the number of values less one, as `torch.cov` does; 0 by their number.
+        shrinkage: (1 - shrinkage) Σ + shrinkage I takes the place of the covariance Σ; from 0 to 1.
+        shuffle: in training, put the channels into groups at random, anew for each batch (Hua et al., ICCV 2021). No
+            group is the same for long, so it goes with ``track_running_stats=False``.
     """
 
     _version = 1
@@ -68,6 +72,9 @@ class WhiteningNorm(BatchNormWithoutVariance):
     running: str
     impl: str
     activation: str | None = None
+    correction: int = 0
+    shrinkage: float = 0.0
+    shuffle: bool = False
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     running_mean: Tensor | None
@@ -103,6 +110,9 @@ class WhiteningNorm(BatchNormWithoutVariance):
         running: str = "whitening",
         impl: str = "auto",
         activation: str | None = None,
+        correction: int = 0,
+        shrinkage: float = 0.0,
+        shuffle: bool = False,
     ) -> None:
         # BatchNorm's own would make a running_var.
         nn.Module.__init__(self)
@@ -120,6 +130,9 @@ class WhiteningNorm(BatchNormWithoutVariance):
         self.running = running
         self.impl = impl
         self.activation = activation
+        self.correction = correction
+        self.shrinkage = shrinkage
+        self.shuffle = shuffle
         self._check_attributes()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         for name, learned in (("weight", affine), ("bias", affine and bias)):
@@ -180,6 +193,12 @@ class WhiteningNorm(BatchNormWithoutVariance):
             return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), more)
         weight, bias, mean, matrix, count = self._tensors()
         training = self.training
+        order = self._random_order(input) if self.shuffle and training else None
+        if order is not None:
+            validation.check_residual(residual, input)
+            input = input.index_select(1, order)
+            residual = None if residual is None else residual.index_select(1, order)
+            weight, bias = (None if t is None else t[order] for t in (weight, bias))
         # As in BatchNorm: running statistics are updated in training if they are kept, and used in eval if they exist.
         batch_statistics = training or mean is None
         statistics = None
@@ -192,21 +211,22 @@ class WhiteningNorm(BatchNormWithoutVariance):
         if eager and key == self._last_key:
             # Same shape, dtype and settings as the last batch: the checks below have already passed.
             validation.check_residual(residual, input)
-            return fused.whiten_eagerly(input, weight, bias, self._settings, statistics, residual)
+            output = fused.whiten_eagerly(input, weight, bias, self._settings, statistics, residual)
+            return _in_place(output, order)
         self._check(input, weight, bias, mean, matrix)
         validation.check_residual(residual, input)
         settings = self._settings
         if group is not None:
             # Not `_replace`, which the compiler of torch 2.6 does not look into.
-            size, solver, num_iters, eps, activation, impl, _ = settings
-            settings = Settings(size, solver, num_iters, eps, activation, impl, group)
+            size, solver, num_iters, eps, activation, impl, _, correction, shrinkage = settings
+            settings = Settings(size, solver, num_iters, eps, activation, impl, group, correction, shrinkage)
         if eager and batch_statistics and group is None and not self._warned:
             self._warn_of_few_values(input, settings.group_size)
         backend = dispatch.choose(settings, input)
         output = normalize(input, weight, bias, settings, statistics, batch_statistics, backend, residual)
         if backend is Backend.TRITON and training and eager:
             self._last_key = key
-        return output
+        return _in_place(output, order)
 
     def _cache_key(self, input: Tensor, weight, bias, mean, matrix, group) -> tuple:
         """All that `_check` looks at, and that the choice of a backend depends on."""
@@ -274,6 +294,10 @@ class WhiteningNorm(BatchNormWithoutVariance):
         """The processes whose batches are one: none here; `iternorm.SyncIterNorm` has its own."""
         return None
 
+    def _random_order(self, input: Tensor) -> Tensor:
+        """A permutation of the channels."""
+        return torch.rand(input.shape[1], device=input.device).argsort()
+
     def _check_input_dim(self, input: Tensor) -> None:
         raise NotImplementedError
 
@@ -287,13 +311,21 @@ class WhiteningNorm(BatchNormWithoutVariance):
         validation.check_activation(self.activation)
         size = groups.effective_size(self.num_features, self.group_size)
         self._matrix_shape = (groups.num_groups(self.num_features, self.group_size), size, size)
-        self._settings = Settings(size, self.solver, self.num_iters, self.eps, self.activation, self.impl)
+        self.correction = validation.check_correction(self.correction)
+        self.shrinkage = validation.check_shrinkage(self.shrinkage)
+        if self.shuffle and self.track_running_stats:
+            raise ValueError(
+                "shuffle=True makes new groups for each batch, so there is nothing to average over batches; "
+                "use track_running_stats=False"
+            )
+        settings = Settings(size, self.solver, self.num_iters, self.eps, self.activation, self.impl)
+        self._settings = settings._replace(correction=self.correction, shrinkage=self.shrinkage)
         self._checked = self._options()
 
     def _options(self) -> tuple:
         """The attributes that a user may set between two batches."""
         numbers = self.num_features, self.eps, self.momentum, self.group_size, self.num_iters
-        return *numbers, self.solver, self.impl, self.activation
+        return *numbers, self.solver, self.impl, self.activation, self.correction, self.shrinkage, self.shuffle
 
     def extra_repr(self) -> str:
         return (
@@ -302,6 +334,9 @@ class WhiteningNorm(BatchNormWithoutVariance):
             f"running={self.running!r}"
             + (", bias=False" if self.affine and self.bias is None else "")
             + (f", activation={self.activation!r}" if self.activation else "")
+            + (f", correction={self.correction}" if self.correction else "")
+            + (f", shrinkage={self.shrinkage}" if self.shrinkage else "")
+            + (", shuffle=True" if self.shuffle else "")
         )
 
     def _solver_repr(self) -> str:
@@ -327,3 +362,8 @@ class WhiteningNorm(BatchNormWithoutVariance):
         nn.Module._load_from_state_dict(
             self, renamed, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+
+def _in_place(output: Tensor, order: Tensor | None) -> Tensor:
+    """Channels back where they were before they were put into `order`."""
+    return output if order is None else output.index_select(1, order.argsort())

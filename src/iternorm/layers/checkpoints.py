@@ -32,6 +32,8 @@ def translate(layer, state: dict[str, Any]) -> dict[str, Any]:
                 'covariances; build it with running="whitening"'
             )
         state[matrix_name] = _regroup(layer, blocks)
+    elif "running_variance" in state:
+        state[matrix_name] = _of_w_mse(layer, state.pop("running_variance"))
     elif "running_var" in state and matrix_name not in state:
         state[matrix_name] = diagonal_from_variance(layer, state.pop("running_var"))
     other = "covariance" if layer.running == "whitening" else "whitening"
@@ -59,8 +61,19 @@ def diagonal_from_variance(layer, variance: Tensor) -> Tensor:
             "running='whitening' reproduces it",
             stacklevel=2,
         )
-    values = variance if layer.running == "covariance" else (variance + layer.eps).rsqrt()
+    regularized = (1 - layer.shrinkage) * variance + (layer.shrinkage + layer.eps)
+    values = variance if layer.running == "covariance" else regularized.rsqrt()
     return torch.diag_embed(groups.pad_vector(values, layer.group_size))
+
+
+def _of_w_mse(layer, covariance: Tensor) -> Tensor:
+    """The running covariance ``[C, C]`` of W-MSE's whitening layer, which is in no groups."""
+    if layer.running != "covariance" or layer.running_matrix.shape != (1, *covariance.shape):
+        raise StateDictError(
+            f"running_variance of shape {list(covariance.shape)} is a covariance of all channels, as W-MSE keeps it; "
+            'build the layer with that many channels, running="covariance" and group_size=None'
+        )
+    return covariance[None]
 
 
 def _regroup(layer, blocks: Tensor) -> Tensor:

@@ -39,10 +39,13 @@ class _IterNorm(WhiteningNorm):
         running: str = "whitening",
         impl: str = "auto",
         activation: str | None = None,
+        correction: int = 0,
+        shrinkage: float = 0.0,
+        shuffle: bool = False,
     ) -> None:
         num_iters = validation.check_num_iters(num_iters)
         common: dict[str, Any] = {"group_size": group_size, "running": running, "impl": impl, "activation": activation}
-        common["bias"] = bias
+        common |= {"bias": bias, "correction": correction, "shrinkage": shrinkage, "shuffle": shuffle}
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **common)
         self.num_iters = num_iters
         self._check_attributes()
@@ -78,10 +81,13 @@ class _DecorrelatedBatchNorm(WhiteningNorm):
         running: str = "whitening",
         impl: str = "auto",
         activation: str | None = None,
+        correction: int = 0,
+        shrinkage: float = 0.0,
+        shuffle: bool = False,
     ) -> None:
         validation.check_solver(solver)
         common: dict[str, Any] = {"group_size": group_size, "running": running, "impl": impl, "activation": activation}
-        common["bias"] = bias
+        common |= {"bias": bias, "correction": correction, "shrinkage": shrinkage, "shuffle": shuffle}
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **common)
         self.solver = solver
         self._check_attributes()

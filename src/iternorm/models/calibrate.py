@@ -15,7 +15,7 @@ from iternorm.layers.base import WhiteningNorm
 from iternorm.models import replace
 from iternorm.whitening import collective, groups
 from iternorm.whitening.autograd import inverse_sqrt
-from iternorm.whitening.settings import Settings
+from iternorm.whitening.settings import Settings, unbiased
 
 
 class _Moments:
@@ -157,6 +157,8 @@ def _write(layers: dict[str, Any], moments: dict[str, _Moments], num_batches: in
         values = {"running_mean": mean, "num_batches_tracked": torch.tensor(num_batches)}
         if isinstance(layer, WhiteningNorm):
             settings = Settings(_group_size(layer), layer.solver, layer.num_iters, layer.eps)
+            settings = settings._replace(correction=layer.correction, shrinkage=layer.shrinkage)
+            covariance = unbiased(covariance, count, settings)
             whitens = layer.running == "whitening"
             matrix = inverse_sqrt(covariance, layer.num_features, settings)[0] if whitens else covariance
             values[f"running_{layer.running}"] = matrix

@@ -13,8 +13,17 @@ from torch.nn.utils import parametrize
 from iternorm.backends.torch import verbs as torch_verbs
 from iternorm.layers import checkpoints
 from iternorm.layers.base import WhiteningNorm
-from iternorm.layers.norms import IterNorm1d, IterNorm2d, IterNorm3d, _Rank1d, _Rank2d, _Rank3d
-from iternorm.layers.sync import SyncIterNorm
+from iternorm.layers.norms import (
+    IterNorm1d,
+    IterNorm2d,
+    IterNorm3d,
+    _DecorrelatedBatchNorm,
+    _IterNorm,
+    _Rank1d,
+    _Rank2d,
+    _Rank3d,
+)
+from iternorm.layers.sync import SyncDecorrelatedBatchNorm, Synchronized, SyncIterNorm
 from iternorm.models import junctions, replace
 from iternorm.models.followed import FOLLOWED, Followed, applies_children
 from iternorm.whitening import groups
@@ -30,7 +39,7 @@ _TO_BATCHNORM: dict[type[nn.Module], type] = {
     _Rank1d: nn.BatchNorm1d,
     _Rank2d: nn.BatchNorm2d,
     _Rank3d: nn.BatchNorm3d,
-    SyncIterNorm: nn.SyncBatchNorm,
+    Synchronized: nn.SyncBatchNorm,
 }
 
 
@@ -249,6 +258,7 @@ def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
     if isinstance(whitening, Followed):
         new.__class__ = whitening.batchnorm_class
     whitening_words = ("group_size", "num_iters", "running", "impl", "activation", "solver", "followers")
+    whitening_words += ("correction", "shrinkage", "shuffle")
     matrices = ("running_whitening", "running_covariance")
     # What a layer remembers of its last batch is not carried over.
     private = (name for name in vars(layer) if name.startswith("_") and name not in vars(new))
@@ -260,18 +270,19 @@ def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
         if layer.running == "whitening":
             # 1/√(var + eps) is the diagonal; a variance below eps may come out below zero by rounding.
             scale = diagonal.to(torch_verbs.compute_dtype(diagonal.dtype))
-            diagonal = (scale**-2 - layer.eps).clamp(min=0).to(matrix.dtype)
+            variance = (scale**-2 - layer.eps - layer.shrinkage) / max(1 - layer.shrinkage, 1e-9)
+            diagonal = variance.clamp(min=0).to(matrix.dtype)
         new.running_var = diagonal.clone()
     return new
 
 
 def convert_sync_iternorm(module: nn.Module, process_group: Any = None, *, batchnorm: bool = False) -> nn.Module:
-    """Replace every IterNorm1d/2d/3d by a SyncIterNorm with the same parameters and buffers.
+    """Replace every IterNorm1d/2d/3d by a SyncIterNorm with the same parameters and buffers, and DBN by its own.
 
     As `torch.nn.SyncBatchNorm.convert_sync_batchnorm`: children are replaced in place and the module is returned (a
     new one where it is itself an IterNorm). Layers that are synchronized already take the new process group.
-    DecorrelatedBatchNorm layers have no synchronized form: they are left as they are, with a warning that names them.
-    So are lazy layers before their first batch, and, with `batchnorm`, subclasses of BatchNorm with a forward of their
+    DecorrelatedBatchNorm layers become SyncDecorrelatedBatchNorm. Lazy layers before their first batch are left as they
+    are, with a warning that names them, and so are, with `batchnorm`, subclasses of BatchNorm with a forward of their
     own.
 
     Args:
@@ -289,10 +300,10 @@ running='whitening')
     replacements: dict[nn.Module, nn.Module] = {}
     left = []
     for name, layer in module.named_modules():
-        if isinstance(layer, (IterNorm1d, IterNorm2d, IterNorm3d)):
-            replacements[layer] = _synchronized(layer, process_group)
-        elif isinstance(layer, SyncIterNorm) or not isinstance(layer, _BatchNorm):
+        if isinstance(layer, Synchronized) or not isinstance(layer, _BatchNorm):
             continue
+        if isinstance(layer, (_IterNorm, _DecorrelatedBatchNorm)) and not isinstance(layer, LazyModuleMixin):
+            replacements[layer] = _synchronized(layer, process_group)
         elif batchnorm and _is_plain_batchnorm(layer):
             replacements[layer] = _sync_batchnorm(layer, process_group)
         elif batchnorm or isinstance(layer, WhiteningNorm):
@@ -300,7 +311,7 @@ running='whitening')
     if left:
         warnings.warn(f"these layers have no synchronized form and stay as they are: {', '.join(left)}", stacklevel=2)
     for layer in module.modules():
-        if isinstance(layer, SyncIterNorm):
+        if isinstance(layer, Synchronized):
             layer.process_group = process_group
     return replace.replace_modules(module, replacements)
 
@@ -318,20 +329,16 @@ def _sync_batchnorm(layer: Any, process_group: Any) -> nn.Module:
     return result
 
 
-def _synchronized(layer: Any, process_group: Any) -> SyncIterNorm:
+def _synchronized(layer: Any, process_group: Any) -> Synchronized:
     impl = layer.impl if layer.impl in ("torch", "native") else "auto"
-    words = {"group_size": layer.group_size, "num_iters": layer.num_iters, "running": layer.running, "impl": impl}
-    words["activation"] = layer.activation
-    kind = FOLLOWED[SyncIterNorm] if isinstance(layer, Followed) else SyncIterNorm
-    result = kind(
-        layer.num_features,
-        layer.eps,
-        layer.momentum,
-        layer.affine,
-        layer.track_running_stats,
-        process_group,
-        device="meta",
-        **words,
-    )
+    names = ("group_size", "running", "activation", "correction", "shrinkage", "shuffle")
+    words = {"impl": impl, **{name: getattr(layer, name) for name in names}}
+    if isinstance(layer, _IterNorm):
+        kind, words["num_iters"] = SyncIterNorm, layer.num_iters
+    else:
+        kind, words["solver"] = SyncDecorrelatedBatchNorm, layer.solver
+    kind = FOLLOWED[kind] if isinstance(layer, Followed) else kind
+    args = layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats
+    result = kind(*args, process_group, device="meta", **words)
     replace.carry(layer, result)
     return result

@@ -13,7 +13,7 @@ from iternorm import solvers
 from iternorm.backends.torch import verbs as torch_verbs
 from iternorm.whitening import collective, groups, modes, operators
 from iternorm.whitening.operators import no_autocast
-from iternorm.whitening.settings import Settings
+from iternorm.whitening.settings import Settings, regularized, unbiased
 
 _NOT_OVER_PROCESSES = "{} does not reach over processes; use IterNorm in place of SyncIterNorm where it is needed"
 
@@ -87,7 +87,7 @@ class _Whiten(torch.autograd.Function):
                 grad_covariance = inverse_sqrt_backward(
                     grad_whitening, whitening, solved, num_features, settings, ctx.iteration
                 )
-                second = grad_covariance * (2 / num_samples)
+                second = grad_covariance * (2 * (1 - settings.shrinkage) / (num_samples - settings.correction))
                 first = _scale_rows(whitening, weight, group_size).mT
                 offset = _on_vector(first, grad_sum, group_size) / -num_samples - _on_vector(second, mean, group_size)
                 if _is_empty(x):
@@ -111,9 +111,11 @@ def _batch_moments(x: Tensor, settings: Settings):
         covariance = operators.matrices_like(x, settings.group_size, dtype).zero_()
     else:
         mean, covariance = operators.call(operators.moments, x, settings.group_size, settings.impl)
+    count = x.numel() // x.shape[1]
     if settings.process_group:
-        return collective.global_moments(x.numel() // x.shape[1], mean, covariance, settings.process_group)
-    return None, mean, covariance
+        total, mean, covariance = collective.global_moments(count, mean, covariance, settings.process_group)
+        return total, mean, unbiased(covariance, total, settings)
+    return None, mean, unbiased(covariance, count, settings)
 
 
 def _batch_cross_moments(grad: Tensor, x: Tensor, mean: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
@@ -143,14 +145,14 @@ def inverse_sqrt(
     """
     matrices, solved = [], []
     for part in groups.parts(num_features, settings.group_size):
-        regularized = _regularized(part.of(covariance), settings.eps)
+        matrix = regularized(part.of(covariance), settings)
         if iteration is None:
-            whitening, saved = solvers.solve(regularized, settings.solver, settings.num_iters, keep)
+            whitening, saved = solvers.solve(matrix, settings.solver, settings.num_iters, keep)
         else:
-            whitening, kept = iteration.solve(regularized, settings.num_iters)
+            whitening, kept = iteration.solve(matrix, settings.num_iters)
             saved = (kept,) if keep else ()
         matrices.append(whitening)
-        solved.append((regularized, *saved))
+        solved.append((matrix, *saved))
     return groups.pad(matrices), solved
 
 
@@ -165,14 +167,14 @@ def inverse_sqrt_backward(
     """The gradient for the covariances, given the one for the whitening matrices."""
     num_iters = settings.num_iters
     gradients = []
-    for part, (regularized, *saved) in zip(groups.parts(num_features, settings.group_size), solved, strict=True):
+    for part, (matrix, *saved) in zip(groups.parts(num_features, settings.group_size), solved, strict=True):
         part_grad, part_whitening = part.of(grad), part.of(whitening)
         if iteration is None:
-            arguments = (part_grad, regularized, part_whitening, tuple(saved), settings.solver, num_iters)
+            arguments = (part_grad, matrix, part_whitening, tuple(saved), settings.solver, num_iters)
             gradients.append(solvers.solve_backward(*arguments))
         else:
-            kept = saved[0] if saved else iteration.solve(regularized, num_iters)[1]
-            gradients.append(iteration.solve_backward(part_grad, regularized, part_whitening, kept, num_iters))
+            kept = saved[0] if saved else iteration.solve(matrix, num_iters)[1]
+            gradients.append(iteration.solve_backward(part_grad, matrix, part_whitening, kept, num_iters))
     return groups.pad(gradients)
 
 
@@ -183,10 +185,6 @@ def fold_affine(
     matrix = _scale_rows(whitening, weight, group_size)
     offset = -_on_vector(matrix, mean, group_size)
     return matrix, offset if bias is None else offset + bias.to(offset.dtype)
-
-
-def _regularized(covariance: Tensor, eps: float) -> Tensor:
-    return covariance + eps * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
 
 
 def _scale_rows(matrix: Tensor, weight: Tensor | None, group_size: int) -> Tensor:
@@ -231,8 +229,9 @@ def _composed(x, weight, bias, settings: Settings, solve) -> tuple[Tensor, Tenso
     parts = groups.parts(x.shape[1], settings.group_size)
     with no_autocast(x):
         blocks, mean, covariance = centered_moments(x, settings.group_size)
-        regularized = [_regularized(part.of(covariance), settings.eps) for part in parts]
-        matrices = [solve(matrix, settings.solver, settings.num_iters) for matrix in regularized]
+        covariance = unbiased(covariance, x.numel() // x.shape[1], settings)
+        covariances = [regularized(part.of(covariance), settings) for part in parts]
+        matrices = [solve(matrix, settings.solver, settings.num_iters) for matrix in covariances]
         y = torch.cat([(m @ block).flatten(1, 2) for m, block in zip(matrices, blocks, strict=True)], 1)
     statistics = mean.detach(), covariance.detach(), groups.pad(matrices).detach()
     return scale_and_shift(y, weight, bias).to(x.dtype).reshape(x.shape), *statistics

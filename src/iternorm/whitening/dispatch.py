@@ -44,12 +44,12 @@ def choose(settings: Settings, x: Tensor) -> Backend:
     Raises:
         ValueError: what the user named cannot run, and why.
     """
-    impl, group_size, solver = settings.impl, settings.group_size, settings.solver
+    impl, group_size = settings.impl, settings.group_size
     if impl == "reference":
         return Backend.REFERENCE
     # The Triton kernels do not know a process group.
     if settings.process_group is None and impl in ("auto", "triton"):
-        reason = _why_not_triton(x, group_size, solver) if impl == "triton" or x.is_cuda else "not on a GPU"
+        reason = _why_not_triton(x, settings) if impl == "triton" or x.is_cuda else "not on a GPU"
         if reason is None and (impl == "triton" or not kernels().by_cublas(x, group_size)):
             return Backend.COMPOSED if modes.is_transformed() else Backend.TRITON
         if impl == "triton":
@@ -106,11 +106,13 @@ def iteration_for(backend: Backend, settings: Settings, x: Tensor) -> ModuleType
     return native_iteration if settings.impl == "native" else None
 
 
-def _why_not_triton(x: Tensor, group_size: int, solver: str) -> str | None:
+def _why_not_triton(x: Tensor, settings: Settings) -> str | None:
     """Why the Triton kernels cannot normalize `x`, or None."""
-    if solver not in ("newton", "zca"):
-        return f"the kernels compute newton's iteration and zca, not {solver!r}"
-    return NO_TRITON if NO_TRITON is not None else kernels().unsupported(x, group_size, solver)
+    if settings.solver not in ("newton", "zca"):
+        return f"the kernels compute newton's iteration and zca, not {settings.solver!r}"
+    if settings.correction or settings.shrinkage:
+        return "the kernels have neither correction nor shrinkage"
+    return NO_TRITON if NO_TRITON is not None else kernels().unsupported(x, settings.group_size, settings.solver)
 
 
 def _has_iteration(settings: Settings, x: Tensor) -> bool:

@@ -24,6 +24,8 @@ class Settings(NamedTuple):
         activation: None, or "relu".
         impl: What the user asked to compute it: see `iternorm.whitening.dispatch`.
         process_group: The processes whose batches are one; None is this process alone.
+        correction: What the number of samples is reduced by where the covariance is divided by it.
+        shrinkage: How far the covariance is moved towards the identity, from 0 to 1.
     """
 
     group_size: int
@@ -33,6 +35,8 @@ class Settings(NamedTuple):
     activation: str | None = None
     impl: str = "auto"
     process_group: Group | None = None
+    correction: int = 0
+    shrinkage: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -65,3 +69,18 @@ class Running(NamedTuple):
     num_batches: Tensor | None
     momentum: float | None
     is_covariance: bool
+
+
+# Functions, because the compiler of torch 2.6 does not look into methods of a named tuple.
+def unbiased(covariance: Tensor, num_samples: Any, settings: Settings) -> Tensor:
+    """The covariance of so many samples (a number, or a tensor), divided by their number less `correction`."""
+    correction = settings.correction
+    return covariance * (num_samples / (num_samples - correction)) if correction else covariance
+
+
+def regularized(covariance: Tensor, settings: Settings) -> Tensor:
+    """(1 - shrinkage) Σ + (shrinkage + eps) I."""
+    identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    if settings.shrinkage:
+        covariance = (1 - settings.shrinkage) * covariance
+    return covariance + (settings.shrinkage + settings.eps) * identity

@@ -95,10 +95,26 @@ def check_num_groups(num_groups: Any, num_features: int) -> int:
 
 
 def check_eps(eps: Any) -> float:
-    """The eps as a positive, finite float."""
-    result = number("eps", eps, "a small positive one, 1e-5 by default")
-    if not 0 < result < float("inf"):
-        raise ValueError(f"eps={eps} must be positive and finite; it keeps the covariance invertible, 1e-5 by default")
+    """The eps as a finite float that is not negative."""
+    result = number("eps", eps, "a small one from 0 on, 1e-5 by default")
+    if not 0 <= result < float("inf"):
+        raise ValueError(f"eps={eps} must not be negative or infinite; it keeps the covariance regular; 1e-5 is usual")
+    return result
+
+
+def check_correction(correction: Any) -> int:
+    """0 or 1, as an int."""
+    result = integer("correction", correction, "0 or 1")
+    if result not in (0, 1):
+        raise ValueError(f"correction={correction} is not known; 0 is the biased covariance, 1 the unbiased one")
+    return result
+
+
+def check_shrinkage(shrinkage: Any) -> float:
+    """The shrinkage as a float from 0 to 1."""
+    result = number("shrinkage", shrinkage, "one from 0 to 1")
+    if not 0 <= result <= 1:
+        raise ValueError(f"shrinkage={shrinkage} must be from 0 to 1; 0 keeps the covariance, 1 is the identity")
     return result
 
 

@@ -66,7 +66,7 @@ def test_batches_like_the_one_before_are_whitened_alike(arguments):
 
 
 SPOILED = [
-    ("eps", 0.0, "eps=0.0"),
+    ("eps", -1.0, "eps=-1.0"),
     ("momentum", 2.0, "momentum=2.0"),
     ("group_size", 0, "group_size=0"),
     ("group_size", 3, "running_whitening has shape"),
