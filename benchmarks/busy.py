@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from iternorm.timing.cpu.rivals import Rival
 from torch import nn
 
 from iternorm.layers.norms import IterNorm2d
 from iternorm.report.files import write_text_atomically
 from iternorm.report.provenance import provenance
-from iternorm.timing.cpu.devices import Case, Contestant, CpuDevice, set_malloc_thresholds
+from iternorm.timing.cpu.candidates import Candidate
+from iternorm.timing.cpu.devices import Case, CpuDevice, Entry, set_malloc_thresholds
 from iternorm.timing.threads import num_threads
 from iternorm.timing.turns import in_turns
 
@@ -61,9 +61,9 @@ def time_layers(case: Case, clock: CpuDevice, threads: list[int], busy: int, rou
     """The timings in ms, by the name of the layer, the number of threads, and that of busy processes."""
     device = torch.device("cpu")
     x, grad = case.make(device)
-    contestants = [Contestant(rival, case, device, x, grad) for rival in rivals(case.shape[1])]
-    entries = [(contestant, n) for contestant in contestants for n in threads]
-    samples = {(contestant.rival.name, n, load): [] for contestant, n in entries for load in (0, busy)}
+    entries = [Entry(candidate, case, device, x, grad) for candidate in candidates(case.shape[1])]
+    entries = [(contestant, n) for contestant in entries for n in threads]
+    samples = {(contestant.candidate.name, n, load): [] for contestant, n in entries for load in (0, busy)}
     for load in (0, busy) * SPELLS:
         with busy_processes(load):
             for index, (contestant, n) in in_turns(entries, rounds, warmup=1):
@@ -71,16 +71,16 @@ def time_layers(case: Case, clock: CpuDevice, threads: list[int], busy: int, rou
                     clock.milliseconds(contestant)
                     elapsed = clock.milliseconds(contestant)
                 if index >= 0:
-                    samples[contestant.rival.name, n, load].append(elapsed)
+                    samples[contestant.candidate.name, n, load].append(elapsed)
     return samples
 
 
-def rivals(channels: int) -> list[Rival]:
+def candidates(channels: int) -> list[Candidate]:
     convolution = partial(nn.Conv2d, channels, channels, kernel_size=3, padding=1, bias=False)
     return [
-        Rival(CONVOLUTION, convolution),
-        Rival("BatchNorm2d", partial(nn.BatchNorm2d, channels)),
-        Rival("IterNorm2d", partial(IterNorm2d, channels)),
+        Candidate(CONVOLUTION, convolution),
+        Candidate("BatchNorm2d", partial(nn.BatchNorm2d, channels)),
+        Candidate("IterNorm2d", partial(IterNorm2d, channels)),
     ]
 
 

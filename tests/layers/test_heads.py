@@ -6,6 +6,7 @@ from checks import correlated, relative_error
 
 import iternorm
 from iternorm import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d
+from iternorm.backends.native import build
 
 SOLVERS = ("newton", "zca", "pca", "cholesky")
 WORDS = [
@@ -41,7 +42,7 @@ def by_hand(x, solver, group_size, eps, correction=0, shrinkage=0.0):
 @pytest.mark.parametrize("impl", ["torch", "native", "reference"])
 def test_the_covariance_is_the_one_that_was_asked_for(solver, words, impl):
     if impl == "native":
-        reason = iternorm.backends.native.build.failure(torch.float64)
+        reason = build.failure(torch.float64)
         if reason is not None:
             pytest.skip(reason)
     x = correlated(6, 10, 5, 4).requires_grad_()

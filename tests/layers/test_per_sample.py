@@ -202,7 +202,7 @@ BAD = [
         ValueError,
         "num_groups=5 must divide the number of channels, 12",
     ),
-    (lambda: iternorm.GroupWhitening2d(12, num_groups=2.0), TypeError, "num_groups=2.0 is not an integer"),
+    (lambda: iternorm.GroupWhitening2d(12, num_groups=2.0), TypeError, "num_groups=2.0 is not an integer"),  # pyright: ignore[reportArgumentType]
     (lambda: iternorm.GroupWhitening2d(0), ValueError, "num_features=0 must be at least 1"),
     (lambda: iternorm.InstanceWhitening2d(4, group_size=0), ValueError, "group_size=0 must be at least 1"),
     (lambda: iternorm.InstanceWhitening2d(4, solver="svd"), ValueError, "solver='svd' is not known"),

@@ -247,11 +247,11 @@ def test_convert_sync_iternorm_takes_exact_whitening_too():
     x = torch.randn(9, 4)
     model(x)
     expected = model.eval()(x)
-    new = iternorm.convert_sync_iternorm(model)[0]
+    (new,) = iternorm.convert_sync_iternorm(model).children()
     assert type(new) is iternorm.SyncDecorrelatedBatchNorm
     assert {name: getattr(new, name) for name in words} == words
     assert torch.equal(model(x), expected)
-    assert type(iternorm.convert_to_batchnorm(model)[0]) is nn.SyncBatchNorm
+    assert [type(child) for child in iternorm.convert_to_batchnorm(model).children()] == [nn.SyncBatchNorm]
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

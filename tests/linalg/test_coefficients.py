@@ -19,6 +19,7 @@ def by_exchange(p, lower, upper):
     """Remez' exchange: level the error on three points, move the middle one to where the error is largest, repeat."""
     points = torch.tensor([lower, (lower * upper) ** 0.5, upper], dtype=torch.float64)
     grid = torch.linspace(lower, upper, 200001, dtype=torch.float64)
+    a = b = 0.0
     for _ in range(30):
         signs = torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64)
         system = torch.stack([points ** (1 / p), points ** (1 + 1 / p), signs], 1)

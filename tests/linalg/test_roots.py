@@ -134,7 +134,7 @@ def test_function_transforms_take_it_apart(method):
     A = with_condition(10, 4, 3)
     torch.testing.assert_close(torch.func.vmap(lambda a: inverse_root(a, 4, method=method))(A), exact(A, 4))
     direction = torch.eye(4, dtype=torch.float64)
-    _, tangent = torch.func.jvp(lambda a: inverse_root(a, 1, method=method), (A,), (direction.expand_as(A),))
+    tangent = torch.func.jvp(lambda a: inverse_root(a, 1, method=method), (A,), (direction.expand_as(A),))[1]
     torch.testing.assert_close(tangent, -exact(A, 1) @ exact(A, 1))
 
 

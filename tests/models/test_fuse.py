@@ -1,5 +1,8 @@
 """`convert_batchnorm(model, fuse=True)`: the same model, in which a norm adds the shortcut and applies the ReLU."""
 
+# A converted model is a Module to a checker, whatever it was.
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportUnusedExpression=false
+
 import copy
 import pickle
 import random

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_a_clone_has_the_parameters_and_no_fit():
 
     whitener = Whitener("pca", 3, eps=0.5).fit(digits()[0])
     check_is_fitted(whitener)
-    copy = clone(whitener)
+    copy: Any = clone(whitener)
     assert copy.get_params() == whitener.get_params()
     assert repr(copy) == "Whitener(solver='pca', n_components=3, eps=0.5)"
     assert not copy.__sklearn_is_fitted__()

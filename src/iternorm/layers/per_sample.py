@@ -108,7 +108,7 @@ class PerSampleWhitening(nn.Module):
             + (f", activation={self.activation!r}" if self.activation else "")
         )
 
-    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         # The authors of group whitening keep the scale as [1, C, 1, 1].
         own = {}
         for name in ("weight", "bias"):

@@ -71,7 +71,7 @@ def separate(model: nn.Module) -> None:
                 module._modules[name] = nn.ReLU(child.inplace).train(child.training)
         if isinstance(module, rewrite.Rewritten):
             module.__class__ = module.original_class
-        if is_joined(module):
+        elif is_joined(module):
             del module._joined
             _activate(module, None)
 

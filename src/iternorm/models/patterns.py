@@ -168,7 +168,8 @@ def _width(layer: Any, out: bool, linear: bool) -> int | None:
     if isinstance(layer, nn.Linear) and linear:
         return layer.out_features if out else layer.in_features
     if type(layer).forward is nn.Sequential.forward:
-        for child in reversed(list(layer)) if out else layer:
+        children = list(layer.children())
+        for child in reversed(children) if out else children:
             width = _width(child, out, linear)
             if width != 0:
                 return width

@@ -98,7 +98,7 @@ def test_a_compiled_residual_network_gives_the_eager_numbers(mode, last):
     torch.manual_seed(0)
     model = nn.Sequential(Block(False), Block(True), Block(False)).cuda()
     if last:
-        model.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     eager = copy.deepcopy(model)
     torch.compiler.reset()
     compiled = torch.compile(model, mode=mode, fullgraph=True)

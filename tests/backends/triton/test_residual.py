@@ -33,13 +33,14 @@ def test_output_and_all_gradients_against_fp64(shape, group_size, last, activati
     x, z, grad = (in_format(t, last) for t in (correlated(*shape), torch.randn(shape), torch.randn(shape).double()))
     make = IterNorm1d if len(shape) == 2 else IterNorm2d
     layer = make(shape[1], group_size=group_size, num_iters=2, activation=activation, impl="triton")
-    torch.nn.init.uniform_(layer.weight)
-    exact = [t.detach().double().requires_grad_() for t in (x, z, layer.weight, layer.bias)]
+    weight, bias = layer.parameters()
+    torch.nn.init.uniform_(weight)
+    exact = [t.detach().double().requires_grad_() for t in (x, z, weight, bias)]
     whitened = reference.whiten(exact[0], lambda c: reference.newton(c, 2), group_size, layer.eps)[0]
     expected = reference.scale_and_shift(whitened, *exact[2:]) + exact[1]
     if activation:
         expected = expected.relu()
-    inputs = (x.float().requires_grad_(), z.float().requires_grad_(), layer.weight, layer.bias)
+    inputs = (x.float().requires_grad_(), z.float().requires_grad_(), weight, bias)
     y = layer(inputs[0], residual=inputs[1])
     assert y.stride() == x.stride()
     assert relative_error(y, expected) < 1e-5

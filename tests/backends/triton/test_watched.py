@@ -1,5 +1,7 @@
 """Many steps in the kernels, in Triton's interpreter: the iteration stops where a trace falls, forward and backward."""
 
+# A checker takes the language of the kernels for Python.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 import pytest
 import torch
 from checks import covariance_with, relative_error
