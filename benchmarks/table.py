@@ -3,6 +3,7 @@
     PYTHONPATH=src python benchmarks/table.py benchmarks/results/h200.json                     # print the markdown
     PYTHONPATH=src python benchmarks/table.py benchmarks/results/h200.json --targets           # print the targets
     PYTHONPATH=src python benchmarks/table.py benchmarks/results/h200.json --write README.md   # put it into a document
+    PYTHONPATH=src python benchmarks/table.py benchmarks/results/networks-h200.json --write README.md
     PYTHONPATH=src python benchmarks/table.py benchmarks/results/cpu-epyc.json --write README.md
     PYTHONPATH=src python benchmarks/table.py benchmarks/results/spectrum.json --write docs/choosing.md
     PYTHONPATH=src python benchmarks/table.py results --write README.md            # BN against IterNorm: does it pay?
@@ -23,6 +24,8 @@ def markdown(result: dict) -> str:
     """The table of a result of any kind: of a GPU, of a CPU, or of spectra."""
     if "spectrum" in result:
         return spectrum(result)
+    if "networks" in result:
+        return bench.gpu.markdown_networks(result)
     return bench.gpu.markdown(result) if "training" in result else bench.markdown(result)
 
 
