@@ -284,9 +284,9 @@ def test_runs_of_samples_with_means_of_their_own_are_joined(channels, group_size
 # What is averaged, momentum, group size, number of steps.
 AVERAGES = [
     *((running, momentum, 8, 5) for running in ("whitening", "covariance") for momentum in (0.1, None)),
-    ("whitening", 0.1, 72, 2),
-    ("covariance", None, 72, 2),
-    ("whitening", None, 72, 1),
+    pytest.param("whitening", 0.1, 72, 2, marks=pytest.mark.rare),
+    pytest.param("covariance", None, 72, 2, marks=pytest.mark.rare),
+    pytest.param("whitening", None, 72, 1, marks=pytest.mark.rare),
     ("covariance", 0.1, 72, 0),
 ]
 
