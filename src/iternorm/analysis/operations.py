@@ -173,8 +173,11 @@ def operation_of(layer: nn.Module) -> Whitening | None:
     """The operation a normalization layer applies in training, without scale and shift.
 
     Returns:
-        The operation of a BatchNorm, SyncBatchNorm, IterNorm or DBN layer, and None for any other module.
+        The operation of a BatchNorm, SyncBatchNorm, IterNorm or DBN layer, and None for any other module, and for one
+        with a correction, shrinkage or shuffled groups, which an operation does not have.
     """
+    if isinstance(layer, WhiteningNorm) and (layer.correction or layer.shrinkage or layer.shuffle):
+        return None
     if isinstance(layer, WhiteningNorm):
         return Whitening(cast(Solver, layer.solver), layer.group_size, layer.num_iters, layer.eps)
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):

@@ -13,9 +13,10 @@ from iternorm.analysis.conditioning import Moments, merge_moments, samples_by_ch
 from iternorm.analysis.operations import operation_of
 from iternorm.analysis.pools import SamplePool, StatisticsPool
 from iternorm.layers.base import WhiteningNorm
+from iternorm.layers.per_sample import PerSampleWhitening
 
 # Layers that normalize each example by itself: the batch adds no noise.
-PER_EXAMPLE = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
+PER_EXAMPLE = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, PerSampleWhitening)
 # Layers whose output is known to be a scale and a shift of each channel; a subclass may add an activation.
 CHANNELWISE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMALIZATIONS = (nn.modules.batchnorm._BatchNorm, *PER_EXAMPLE)

@@ -23,6 +23,7 @@ from iternorm.layers.norms import (
     _Rank2d,
     _Rank3d,
 )
+from iternorm.layers.per_sample import PerSampleWhitening
 from iternorm.layers.sync import SyncDecorrelatedBatchNorm, Synchronized, SyncIterNorm
 from iternorm.models import junctions, replace
 from iternorm.models.followed import FOLLOWED, Followed, applies_children
@@ -179,6 +180,7 @@ def _obstacle(layer: Any) -> str | None:
     return None
 
 
+_PER_SAMPLE = "whitens each sample by itself, which no BatchNorm does; use GroupNorm or InstanceNorm in its place"
 _LAZY = "has not seen a batch, so its number of channels is not known; run one batch first"
 
 
@@ -220,6 +222,8 @@ def convert_to_batchnorm(model: nn.Module, *, report: ConversionReport | None = 
     report = ConversionReport() if report is None else report
     replacements, skipped = {}, []
     for name, layer in model.named_modules():
+        if isinstance(layer, PerSampleWhitening):
+            skipped.append((name, f"{type(layer).__name__} {_PER_SAMPLE}"))
         if not isinstance(layer, WhiteningNorm):
             continue
         reason = _diagonal_obstacle(layer)

@@ -9,6 +9,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from iternorm.layers.base import WhiteningNorm
 from iternorm.layers.norms import _Rank2d, _Rank3d
+from iternorm.layers.per_sample import PerSampleWhitening
 from iternorm.models import junctions, replace
 from iternorm.models.features import DecorrelatedLinear
 from iternorm.models.fold import dataflow
@@ -41,7 +42,7 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
     layer before it ("previous"), into the unpadded convolution or linear layer after it ("next"), or becomes one
     grouped 1x1 convolution or linear map ("pointwise"). The last happens if a ReLU or an addition lies between, or if a
     neighbour is used more than once, shares its weights, is parametrized, or has a hook. A folded layer leaves an
-    `nn.Identity` in its place.
+    `nn.Identity` in its place. Layers that whiten each sample by itself have no fixed map and stay ("kept").
 
     Which layers are neighbours is found by tracing with torch.fx, or, with `example_inputs`, by following one run of
     the model, for models that torch.fx cannot trace. The result then holds for the path that this run took. Without it,
@@ -65,6 +66,8 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
         Identity()
     """
     norms = {layer: name for name, layer in model.named_modules() if isinstance(layer, WhiteningNorm)}
+    kept = [name for name, layer in model.named_modules() if isinstance(layer, PerSampleWhitening)]
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     if model.training:
         raise ValueError("the model is in training mode, where whitening is no fixed map; call model.eval() first")
     for norm, name in norms.items():
@@ -86,7 +89,7 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
             inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
             flow = dataflow.recorded(model, inputs)
         model = _fold_all(model, flow, max_growth, table)
-    order = {name: i for i, name in enumerate(norms.values())}
+    table += [Folded(name, "kept", "", "it whitens each sample by itself: no fixed map") for name in kept]
     table.sort(key=lambda row: order[row.name])
     return model, table
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from iternorm.layers.base import WhiteningNorm
 from iternorm.layers.norms import _Rank2d, _Rank3d
+from iternorm.layers.per_sample import PerSampleWhitening
 from iternorm.models.fold import dataflow
 from iternorm.whitening import groups
 from iternorm.whitening.autograd import fold_affine
@@ -23,6 +24,8 @@ def eval_map(norm: WhiteningNorm) -> tuple[Tensor, Tensor]:
 
     An activation that the layer has comes after it.
     """
+    if isinstance(norm, PerSampleWhitening):
+        raise TypeError(f"{type(norm).__name__} whitens each sample by itself, so it has no fixed map; keep the layer")
     if norm.running_mean is None:
         raise ValueError(
             f"{type(norm).__name__} keeps no running statistics (track_running_stats=False), so it has no fixed map"
