@@ -15,8 +15,9 @@ from iternorm.layers import checkpoints
 from iternorm.layers.base import WhiteningNorm
 from iternorm.layers.norms import IterNorm1d, IterNorm2d, IterNorm3d, _Rank1d, _Rank2d, _Rank3d
 from iternorm.layers.sync import SyncIterNorm
-from iternorm.models import junctions, replace
+from iternorm.models import replace
 from iternorm.models.followed import FOLLOWED, Followed, applies_children
+from iternorm.models.fuse import junctions
 from iternorm.whitening import groups
 
 _TO_ITERNORM: dict[type[nn.Module], type] = {
