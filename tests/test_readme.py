@@ -147,7 +147,13 @@ def result(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "document"), [("h200", "README.md"), ("cpu-epyc", "README.md"), ("spectrum", "docs/choosing.md")]
+    ("name", "document"),
+    [
+        ("h200", "README.md"),
+        ("networks-h200", "README.md"),
+        ("cpu-epyc", "README.md"),
+        ("spectrum", "docs/choosing.md"),
+    ],
 )
 def test_tables_are_made_from_the_committed_results(name, document):
     markdown = runpy.run_path(str(ROOT / "benchmarks" / "table.py"))["markdown"]

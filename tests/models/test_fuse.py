@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import iternorm
 from iternorm import ConversionReport, IterNorm2d, SyncIterNorm, convert_batchnorm, convert_to_batchnorm, fold
 from iternorm.layers.base import WhiteningNorm
-from iternorm.models.junctions import Absorbed
+from iternorm.models.fuse.junctions import Absorbed
 
 ADDS = "adds the shortcut, then ReLU"
 
@@ -225,6 +225,7 @@ SUMS = {
     "torch.add": lambda m, x: torch.relu(torch.add(m.norm(m.conv(x)), x)),
     "methods in place": lambda m, x: m.norm(m.conv(x)).add_(x).relu_(),
     "+=": lambda m, x: wire_iadd(m, x),
+    "a shortcut that changed in place": lambda m, x: wire_alias(m, x),
     "two norms": lambda m, x: m.relu(m.norm(m.conv(x)) + m.norm2(m.conv2(x))),
     "a shortcut that is activated": lambda m, x: m.relu(m.norm(m.conv(x)) + m.norm2(m.conv2(x)).relu()),
     "a shortcut through functions": lambda m, x: (m.norm(m.conv(x)) + F.relu(m.conv2(x.relu()))).relu(),
@@ -239,6 +240,13 @@ def wire_iadd(m, x):
     return m.relu(y)
 
 
+def wire_alias(m, x):
+    y = m.conv2(x)
+    shortcut = y
+    y += m.conv(x)
+    return m.relu(m.norm(y) + shortcut)
+
+
 @pytest.mark.parametrize("name", SUMS)
 def test_every_way_to_write_the_sum(name):
     plain, fused, report = pair(Wired(SUMS[name], shortcut=nn.Sequential()).double())
@@ -248,8 +256,7 @@ def test_every_way_to_write_the_sum(name):
         assert dict(report.unfused)["norm2"] == "it is the shortcut that another layer adds"
     if "activated" in name:
         assert rows["norm2"] == "ReLU"
-    assert count(fused)[1] == 0
-    # The lambda does not pickle; what torch pickles by name does.
+    assert count(fused)[1] == (name == "a shortcut that changed in place")
     assert_same(plain, fused, torch.randn(3, 8, 5, 5, dtype=torch.float64))
 
 
@@ -281,6 +288,12 @@ def keeping(m, x):
     return m.relu(m.seen + x)
 
 
+def into_the_shortcut(m, x):
+    y = m.conv2(x)
+    y += m.norm(m.conv(x))
+    return m.relu(y)
+
+
 def changed_between(m, x):
     y = m.conv(x)
     z = m.norm(y)
@@ -297,6 +310,7 @@ LEFT = {
     "a value that is kept": (keeping, "Wired sets attributes of its own in its forward"),
     "an output used twice": (lambda m, x: m.relu(y := m.norm(m.conv(x))) + y, "its output is used more than once"),
     "its own double": (lambda m, x: m.relu((y := m.norm(m.conv(x))) + y), "is not a second value"),
+    "into the shortcut": (into_the_shortcut, "it is added to another value in place"),
     "a number": (lambda m, x: m.relu(m.norm(m.conv(x)) + 1), "is not a second value"),
     "a scaled sum": (lambda m, x: m.relu(torch.add(m.norm(m.conv(x)), x, alpha=2)), "neither a ReLU nor an addition"),
     "used twice": (lambda m, x: m.norm(m.norm(m.conv(x)).relu()).relu(), "it is used in more than one place"),
@@ -501,6 +515,30 @@ def test_a_converted_network_compiles_whole():
 def test_blocks_of_one_structure_share_a_class():
     _, fused, _ = pair(nn.Sequential(BasicBlock(), BasicBlock(), BasicBlock(8, 8, 2)))
     assert type(fused[0]) is type(fused[1]) is type(copy.deepcopy(fused[0])) is not type(fused[2])
+
+
+def test_a_block_can_be_fused_in_two_steps_and_taken_apart_in_one():
+    block = BasicBlock().double()
+    plain = convert_batchnorm(copy.deepcopy(block))
+    x = torch.randn(3, 8, 5, 5, dtype=torch.float64)
+    convert_batchnorm(block, where="first", fuse=True)
+    convert_batchnorm(block, fuse=True, report=(report := ConversionReport()))
+    assert report.fused == [("bn2", ADDS)]
+    assert_same(plain, block, x)
+    back = convert_to_batchnorm(pickle.loads(pickle.dumps(block)))
+    assert type(back) is BasicBlock
+
+
+def test_a_forward_that_is_no_function_stays():
+    class Callable:
+        def __call__(self, x):
+            return x
+
+    class Odd(BasicBlock):
+        forward = Callable()
+
+    _, _, report = pair(Odd())
+    assert "Odd" in dict(report.unfused)["bn1"]
 
 
 def test_bad_arguments_leave_the_model_as_it_was():

@@ -25,8 +25,9 @@ from iternorm.layers.norms import (
 )
 from iternorm.layers.per_sample import PerSampleWhitening
 from iternorm.layers.sync import SyncDecorrelatedBatchNorm, Synchronized, SyncIterNorm
-from iternorm.models import junctions, replace
+from iternorm.models import replace
 from iternorm.models.followed import FOLLOWED, Followed, applies_children
+from iternorm.models.fuse import junctions
 from iternorm.whitening import groups
 
 _TO_ITERNORM: dict[type[nn.Module], type] = {

@@ -10,11 +10,12 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from iternorm.layers.base import WhiteningNorm
 from iternorm.layers.norms import _Rank2d, _Rank3d
 from iternorm.layers.per_sample import PerSampleWhitening
-from iternorm.models import junctions, replace
+from iternorm.models import replace
 from iternorm.models.features import DecorrelatedLinear
 from iternorm.models.fold import dataflow
 from iternorm.models.fold import weights as fold_layers
 from iternorm.models.followed import Followed
+from iternorm.models.fuse import junctions
 
 
 class Folded(NamedTuple):

@@ -55,7 +55,8 @@ def subclass(module: nn.Module, graph: fx.Graph) -> type:
     code = graph.python_code("self")
     # Modules are kept by name, because they do not pickle.
     scope = ((n, f"{v.__name__}:" if isinstance(v, types.ModuleType) else v) for n, v in code.globals.items())
-    return _subclass(type(module), code.src, tuple(scope))
+    original = module.original_class if isinstance(module, Rewritten) else type(module)
+    return _subclass(original, code.src, tuple(scope))
 
 
 # The blocks of a network share a class, so that a compiler compiles it once.
@@ -82,7 +83,6 @@ def _subclass(original_class: type, source: str, scope: tuple[tuple[str, Any], .
 
 def trace(module: nn.Module) -> fx.Graph:
     """The graph of a module's own forward. Raises `CannotTraceError`; the module stays as it was."""
-    _check_code(module)
     sources, graph = [], fx.Graph()
     modes = [(each, each.training) for each in module.modules()]
     lists = (value for value in vars(module).values() if isinstance(value, list))
@@ -91,6 +91,7 @@ def trace(module: nn.Module) -> fx.Graph:
     kept_dicts = [(value, dict(value)) for value in dicts]
     chance = random.getstate()
     try:
+        _check_code(module)
         for training in (True, False):
             for each, _ in modes:
                 each.training = training
@@ -98,6 +99,8 @@ def trace(module: nn.Module) -> fx.Graph:
             with _OnlyProxies():
                 graph = tracer.trace(module)
             sources.append(graph.python_code("self").src)
+    except CannotTraceError:
+        raise
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CannotTraceError(f"cannot be traced by torch.fx: {text}") from error

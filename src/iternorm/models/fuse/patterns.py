@@ -67,7 +67,9 @@ def find(node: fx.Node, norm: WhiteningNorm, called: Called) -> Junction | str:
         return "neither a ReLU nor an addition follows it"
     left, right = user.args
     residual = right if left is value else left
-    if not isinstance(residual, fx.Node) or residual is value or (user.target in _IN_PLACE and left is not value):
+    if user.target in _IN_PLACE and left is not value:
+        return "it is added to another value in place"
+    if not isinstance(residual, fx.Node) or residual is value:
         return "what it is added to is not a second value of the forward"
     reason = _shape_obstacle(node, residual, norm, called)
     if reason is not None:
@@ -167,9 +169,8 @@ def _width(layer: Any, out: bool, linear: bool) -> int | None:
         return layer.out_channels if out else layer.in_channels
     if isinstance(layer, nn.Linear) and linear:
         return layer.out_features if out else layer.in_features
-    if type(layer).forward is nn.Sequential.forward:
-        children = list(layer.children())
-        for child in reversed(children) if out else children:
+    if isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward:
+        for child in reversed(list(layer)) if out else layer:
             width = _width(child, out, linear)
             if width != 0:
                 return width

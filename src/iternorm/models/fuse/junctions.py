@@ -2,7 +2,7 @@
 
 `plan` looks at a model and changes nothing; `Plan.apply` changes it. `separate` undoes it. In an `nn.Sequential` and in
 a module that has a ReLU for each of its norms the norm takes the activation, and an `Absorbed` takes the ReLU's place.
-In any other module the forward is rewritten (`iternorm.models.rewrite`).
+In any other module the forward is rewritten (`iternorm.models.fuse.rewrite`).
 """
 
 from collections import Counter
@@ -15,10 +15,11 @@ from torch import fx, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from iternorm.layers.base import WhiteningNorm
-from iternorm.models import patterns, rewrite
+from iternorm.models import replace
 from iternorm.models.fold.dataflow import has_hooks
 from iternorm.models.followed import Followed
-from iternorm.models.patterns import Junction
+from iternorm.models.fuse import patterns, rewrite
+from iternorm.models.fuse.patterns import Junction
 
 Rows = list[tuple[str, str]]
 
@@ -64,21 +65,21 @@ def plan(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> Plan:
 
 def separate(model: nn.Module) -> None:
     """Undo `Plan.apply`: modules have their own forward again, and ReLUs stand where they stood."""
-    modules: list[Any] = list(model.modules())
-    for module in modules:
+    for module in list(model.modules()):
         for name, child in module._modules.items():
             if isinstance(child, Absorbed):
-                module._modules[name] = nn.ReLU(child.inplace).train(child.training)
+                module._modules[name] = relu = nn.ReLU(child.inplace).train(child.training)
+                replace.carry_hooks(child, relu)
         if isinstance(module, rewrite.Rewritten):
             module.__class__ = module.original_class
-        elif is_joined(module):
+        if isinstance(module, WhiteningNorm) and is_joined(module):
             del module._joined
             _activate(module, None)
 
 
-def is_joined(layer: Any) -> bool:
+def is_joined(norm: WhiteningNorm) -> bool:
     """Whether a whitening layer applies a ReLU that stood behind it."""
-    return isinstance(layer, WhiteningNorm) and "_joined" in vars(layer)
+    return "_joined" in vars(norm)
 
 
 class _Planner:
