@@ -535,7 +535,7 @@ def test_a_forward_that_is_no_function_stays():
             return x
 
     class Odd(BasicBlock):
-        forward = Callable()
+        forward = Callable()  # pyright: ignore[reportAssignmentType]
 
     _, _, report = pair(Odd())
     assert "Odd" in dict(report.unfused)["bn1"]

@@ -46,7 +46,7 @@ def test_other_conversions_leave_the_layer_alone(layer):
     model = network(layer)
     model[1] = nn.BatchNorm2d(8)
     model = iternorm.freeze(iternorm.convert_sync_iternorm(iternorm.convert_batchnorm(model)))
-    assert model[4] is layer
+    assert model[4] is layer  # pyright: ignore[reportIndexIssue]
     iternorm.recalibrate(iternorm.unfreeze(model), [torch.randn(8, 3, 12, 12)], progress=False)
 
 
