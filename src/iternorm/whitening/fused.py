@@ -7,9 +7,10 @@ kernels are first used.
 import torch
 from torch import Tensor
 
-from iternorm.whitening import flops, junctions, modes
+from iternorm.whitening import modes
 from iternorm.whitening.autograd import composed_backward
 from iternorm.whitening.dispatch import kernels
+from iternorm.whitening.graphs import flops, junctions
 from iternorm.whitening.settings import Running, Settings
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from iternorm.backends.torch import verbs as torch_verbs
-from iternorm.whitening import dispatch, flops, groups, modes
+from iternorm.whitening import dispatch, groups, modes
+from iternorm.whitening.graphs import flops
 
 
 def call(op, *args):
