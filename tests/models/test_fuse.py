@@ -503,6 +503,7 @@ def test_a_batchnorm_with_an_activation_takes_it_in():
     assert_same(plain, fused, torch.randn(3, 8, 5, 5, dtype=torch.float64))
 
 
+@pytest.mark.rare
 def test_a_converted_network_compiles_whole():
     torch.manual_seed(0)
     plain, fused, _ = pair(nn.Sequential(conv(3, 8), BasicBlock()))

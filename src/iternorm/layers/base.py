@@ -210,7 +210,8 @@ class WhiteningNorm(BatchNormWithoutVariance):
         key = self._cache_key(input, weight, bias, mean, matrix, group) if eager else None
         if eager and key == self._last_key:
             # Same shape, dtype and settings as the last batch: the checks below have already passed.
-            validation.check_residual(residual, input)
+            if residual is not None:
+                validation.check_residual(residual, input)
             output = fused.whiten_eagerly(input, weight, bias, self._settings, statistics, residual)
             return _in_place(output, order)
         self._check(input, weight, bias, mean, matrix)
