@@ -208,9 +208,9 @@ def _normalize(
     validation.check_activation(activation)
     num_features = x.shape[1]
     size = groups.effective_size(num_features, group_size)
-    settings = Settings(size, solver, num_iters, validation.check_eps(eps), activation, impl)
-    correction, shrinkage = validation.check_correction(correction), validation.check_shrinkage(shrinkage)
-    settings = settings._replace(correction=correction, shrinkage=shrinkage)
+    eps, correction = validation.check_eps(eps), validation.check_correction(correction)
+    shrinkage = validation.check_shrinkage(shrinkage)
+    settings = Settings(size, solver, num_iters, eps, activation, impl, None, correction, shrinkage)
     matrix_shape = (groups.num_groups(num_features, group_size), size, size)
     for name, tensor, shape in (
         ("running_mean", running_mean, (num_features,)),

@@ -96,12 +96,13 @@ def instance_whitening(
             f"each sample has only one value per channel: shape {list(input.shape)}; use inputs [N, C, L, ...] of more "
             "positions, or a norm over the batch (IterNorm)"
         )
-    settings = settings._replace(activation=activation)
     outputs = []
     for part in groups.parts(input.shape[1], group_size):
         block = input if part.stop - part.start == input.shape[1] else input[:, part.channels]
         scale, shift = (None if t is None else t[part.channels] for t in (weight, bias))
-        outputs.append(_whiten_samples(block, scale, shift, settings._replace(group_size=part.size), block.shape[1]))
+        # Not `_replace`, which the compiler of torch 2.6 does not look into.
+        own = Settings(part.size, settings.solver, settings.num_iters, settings.eps, activation, settings.impl)
+        outputs.append(_whiten_samples(block, scale, shift, own, block.shape[1]))
     return _laid_out_as(input, outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
 
 
