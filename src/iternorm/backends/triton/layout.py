@@ -142,17 +142,6 @@ def slots_of(num_iters: int) -> int:
     return 2 * num_iters - 1 if num_iters > 1 else 0
 
 
-def views(state: Tensor, channels: int, group_size: int, num_iters: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean ``[C]``, covariance ``[G, BD, BD]`` and whitening ``[G, d, d]`` in a state buffer."""
-    size = groups.effective_size(channels, group_size)
-    count, padded = groups.num_groups(channels, group_size), padded_size(size)
-    # Where the iterates end, which depends on their parts, does not matter here.
-    at = state_of(channels, group_size, num_iters, 1)
-    covariance = state[at.covariance : at.covariance + count * padded**2].view(count, padded, padded)
-    whitening = state[at.whitening : at.whitening + count * size**2].view(count, size, size)
-    return state[:channels], covariance, whitening
-
-
 def layout_of(x: Tensor, group_size: int) -> Layout:
     """Of an input that is `placed`."""
     channels = x.shape[1]

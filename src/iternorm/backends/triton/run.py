@@ -16,7 +16,6 @@ from iternorm.backends.triton.layout import (
     split_of,
     state_of,
     unsupported,
-    views,
 )
 from iternorm.backends.triton.plan import Plan, plan_for
 from iternorm.backends.triton.precision import newton_split, split_for
@@ -33,7 +32,6 @@ __all__ = [
     "plan_of_state",
     "state_size",
     "unsupported",
-    "views",
 ]
 
 
@@ -100,7 +98,7 @@ def forward(
     `zeroed` clears the state first if the kernels leave gaps in it: an operator's outputs must not be arbitrary.
 
     Returns:
-        y, the state that `backward` needs (`views` shows what is in it), and the plan, which spares it a search.
+        y, the state that `backward` needs (`layout.State` says what is in it), and the plan, which spares it a search.
     """
     plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu, residual=residual is not None)
     transposed = plan.copied and x.is_contiguous()

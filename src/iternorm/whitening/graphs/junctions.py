@@ -10,7 +10,9 @@ goes to `z`. Where the gradient of the output is itself a sum, the backward adds
 then see fewer operators. A graph in which something else looks at the values in between stays as it is.
 """
 
+import functools
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,21 +20,9 @@ from torch.fx import Graph, Node
 
 # The arguments of the two operators by name, in the order of their schemas.
 FORWARD = (
-    "x",
-    "weight",
-    "bias",
-    "residual",
-    "mean",
-    "matrix",
-    "num_batches",
-    "momentum",
-    "is_covariance",
-    "group_size",
-    "num_iters",
-    "eps",
-    "exact",
-    "relu",
-)
+    "x", "weight", "bias", "residual", "mean", "matrix", "num_batches", "momentum", "is_covariance", "group_size",
+    "num_iters", "eps", "exact", "relu",
+)  # fmt: skip
 BACKWARD = (
     "grad", "more", "x", "weight", "state", "output", "group_size", "num_iters", "eps", "exact", "needs_input",
     "needs_residual",
@@ -42,45 +32,35 @@ BACKWARD = (
 def install() -> None:
     """Let the compiler run the pass over what it compiles now; called while a graph is made.
 
-    A pass that the user has set runs first.
+    Passes that the user has set run first.
     """
     from torch._inductor import config
 
-    passes = config.joint_custom_pre_pass
-    if not isinstance(passes, _pass_class()):
-        config.joint_custom_pre_pass = _pass_class()(passes)
+    given, kind = config.joint_custom_pre_pass, _pass_class()
+    if not isinstance(given, kind):
+        config.joint_custom_pre_pass = kind(() if given is None else (given if isinstance(given, list) else [given]))
 
 
+@functools.cache
 def _pass_class() -> Any:
     """The class of the pass: its base is imported with the compiler, not with this package."""
-    global _class
-    if _class is None:
-        from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-        class JoinJunctions(CustomGraphPass):
-            def __init__(self, first):
-                self.first = first
+    class JoinJunctions(CustomGraphPass):
+        def __init__(self, first: Sequence[Any]):
+            self.first = tuple(first)
 
-            def __call__(self, graph: Graph) -> None:
-                for each in self.first if isinstance(self.first, (list, tuple)) else [self.first]:
-                    if each is not None:
-                        each(graph)
-                join(graph)
+        def __call__(self, graph: Graph) -> None:
+            for each in self.first:
+                each(graph)
+            join(graph)
 
-            def uuid(self) -> Any:
-                own = get_hash_for_files((__file__,))
-                if self.first is None:
-                    return own
-                others = self.first if isinstance(self.first, (list, tuple)) else [self.first]
-                # None keeps the compiler from caching what a pass without an identity has changed.
-                known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in others]
-                return None if None in known else (own, *known)
+        def uuid(self) -> Any:
+            # None keeps the compiler from caching what a pass without an identity has changed.
+            known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.first]
+            return None if None in known else (get_hash_for_files((__file__,)), *known)
 
-        _class = JoinJunctions
-    return _class
-
-
-_class: Any = None
+    return JoinJunctions
 
 
 def join(graph: Graph) -> int:
