@@ -78,7 +78,7 @@ def markdown_networks(result: dict) -> str:
         ours, fused = by_name.get("IterNorm d=64", {}), by_name.get("IterNorm d=64 fused", {})
         rows.append(
             [
-                f"{part['network']}, batch {part['batch_size']}, {part['mode']}",
+                _title(part),
                 _milliseconds(by_name["BatchNorm2d"]),
                 *(
                     cell
@@ -94,7 +94,8 @@ def markdown_networks(result: dict) -> str:
 
 def _title(part: dict) -> str:
     if "network" in part:
-        return f"{part['network']}, batch {part['batch_size']}, {part['mode']}"
+        mode = {"eager": "eager", "default": "compiled"}.get(part["mode"], f"compiled, {part['mode']}")
+        return f"{part['network']}, batch {part['batch_size']}, {mode}"
     return f"layer + add + ReLU, {'x'.join(map(str, part['shape']))}"
 
 
