@@ -98,7 +98,8 @@ def instance_whitening(
         )
     outputs = []
     for part in groups.parts(input.shape[1], group_size):
-        block = input if part.stop - part.start == input.shape[1] else input[:, part.channels]
+        # Not a slice, which torch 2.6 cannot export: it compares a dynamic batch with the largest integer.
+        block = input.narrow(1, part.start, part.stop - part.start)
         scale, shift = (None if t is None else t[part.channels] for t in (weight, bias))
         # Not `_replace`, which the compiler of torch 2.6 does not look into.
         own = Settings(part.size, settings.solver, settings.num_iters, settings.eps, activation, settings.impl)

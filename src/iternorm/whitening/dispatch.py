@@ -78,13 +78,12 @@ def verbs_for(impl: str, group_size: int, *activations: Tensor) -> ModuleType:
     """Where moments and apply are, for these activations: in C or in torch.
 
     "torch" is torch. "auto" is C where it can be built and is faster. "native" is C, which raises where it cannot be
-    built; what comes in another memory format than it reads stays with torch.
+    built.
     """
-    x = activations[-1]
     if impl == "auto":
-        fast = native_verbs.is_worthwhile(x, group_size) and native_verbs.can_run(*activations)
+        fast = native_verbs.is_worthwhile(activations[-1], group_size) and native_verbs.can_run(*activations)
         return native_verbs if fast else torch_verbs
-    return native_verbs if impl == "native" and native_verbs.can_read(*activations) else torch_verbs
+    return native_verbs if impl == "native" else torch_verbs
 
 
 def iteration_for(backend: Backend, settings: Settings, x: Tensor) -> ModuleType | None:

@@ -1,4 +1,6 @@
-"""The four verbs of `iternorm.backends.torch.verbs` in C: the same functions, for dense activations in fp32 and fp64.
+"""The four verbs of `iternorm.backends.torch.verbs` in C: the same functions, for activations in fp32 and fp64.
+
+The kernels read planes and rows (`_is_rows`); an activation that lies otherwise is copied.
 
 `moments` always subtracts a pilot, the mean of the first positions of a chunk, and `cross_moments` the mean itself, so
 that a large mean costs no accuracy. Results do not depend on the number of threads.
@@ -56,27 +58,28 @@ def unsupported(x: Tensor) -> str | None:
         return f"the C kernels compute in float32 and float64, the input is {x.dtype}"
     if x.layout != torch.strided:
         return f"the C kernels read dense tensors, the input is of layout {x.layout}"
-    if _is_rows(x) is None:
-        return f"the C kernels read contiguous and channels_last memory, the input has strides {list(x.stride())}"
     return None
 
 
 def _is_rows(x: Tensor) -> bool | None:
-    """Whether channels are contiguous (True) or positions (False), or None where memory is laid out otherwise."""
+    """Whether the channels of a position lie together (True) or its positions (False), or None where neither does."""
     if x.is_contiguous():
         # Planes of one position are rows of channels.
         return x.numel() == x.shape[0] * x.shape[1]
-    return True if torch_verbs.is_channels_last(x) else None
+    return True if torch_verbs.is_rows(x) else None
 
 
-def can_read(*activations: Tensor) -> bool:
-    """Whether the kernels can read these together: all of one dtype and memory format."""
-    return all(unsupported(x) is None for x in activations) and len({(_is_rows(x), x.dtype) for x in activations}) == 1
+def _laid_out(x: Tensor) -> Tensor:
+    return x if _is_rows(x) is not None else x.contiguous()
+
+
+def _laid_out_as(x: Tensor, grad: Tensor) -> Tensor:
+    return grad if _is_rows(grad) == _is_rows(x) else torch.empty_like(x).copy_(grad)
 
 
 def can_run(*activations: Tensor) -> bool:
-    """Whether the kernels can read these and can be built, which is tried at the first call."""
-    return can_read(*activations) and build.is_available(activations[0].dtype)
+    """Whether the kernels can take these and can be built, which is tried at the first call."""
+    return all(unsupported(x) is None for x in activations) and build.is_available(activations[0].dtype)
 
 
 def is_worth_compiling(x: Tensor) -> bool:
@@ -88,12 +91,12 @@ def is_worthwhile(x: Tensor, group_size: int) -> bool:
     """Whether the kernels are faster on `x` than torch, and `x` is large enough to compile them for."""
     if not is_worth_compiling(x):
         return False
-    rows = _is_rows(x)
-    return rows is not None and group_size >= (_LEAST_ROWS if rows else _LEAST_PLANES)
+    return group_size >= (_LEAST_ROWS if _is_rows(x) else _LEAST_PLANES)
 
 
 def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Mean ``[C]`` and biased covariance ``[G, d, d]`` (math.md, Eq. 3-4)."""
+    x = _laid_out(x)
     library, shape = build.library(x.dtype), _shape(x, group_size)
     mean, covariance = _results(x, shape)
     workspace = workspace_for(library.sums_workspace, shape)
@@ -103,6 +106,8 @@ def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Σ dy ``[C]`` and Σ dy (x - mean)ᵀ ``[G, d, d]`` (math.md, Eq. 21)."""
+    x = _laid_out(x)
+    grad = _laid_out_as(x, grad)
     library, shape = build.library(x.dtype), _shape(x, group_size)
     total, cross = _results(x, shape)
     workspace, mean = workspace_for(library.sums_workspace, shape), mean.contiguous()
@@ -120,12 +125,13 @@ def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tup
 
 def apply(x: Tensor, matrix: Tensor, offset: Tensor, group_size: int) -> Tensor:
     """y = A x + c for each group: A ``[G, d, d]``, c ``[C]`` (math.md, Eq. 2)."""
-    return _map([x], [matrix], offset, group_size)
+    return _map([_laid_out(x)], [matrix], offset, group_size)
 
 
 def apply_backward(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offset: Tensor, group_size: int) -> Tensor:
     """dx = A dy + B x + c for each group, in the memory format of x (math.md, Eq. 24)."""
-    return _map([x, grad], [second, first], offset, group_size)
+    x = _laid_out(x)
+    return _map([x, _laid_out_as(x, grad)], [second, first], offset, group_size)
 
 
 def _map(inputs: list[Tensor], matrices: list[Tensor], offset: Tensor, group_size: int) -> Tensor:

@@ -41,15 +41,18 @@ def is_channels_last(x: Tensor) -> bool:
     return x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d)
 
 
+def is_rows(x: Tensor) -> bool:
+    """Whether the channels of a position lie together: channels_last, and sequences ``[N, L, C]`` transposed."""
+    return is_channels_last(x) or (x.ndim == 3 and x.transpose(1, 2).is_contiguous())
+
+
 def empty_output(x: Tensor) -> Tensor:
-    """Memory for a result laid out as x, of which `as_planes` is a view.
+    """Memory for a result laid out as x where that is planes or rows, and contiguous else: as BatchNorm has it.
 
     It is no view itself: autograd forbids to overwrite a view that a custom function returns, as `ReLU(inplace=True)`
     after the layer does.
     """
-    if x.ndim >= 4 and not x.is_contiguous() and not is_channels_last(x):
-        return x.new_empty(x.shape)
-    return torch.empty_like(x)
+    return torch.empty_like(x) if x.is_contiguous() or is_rows(x) else x.new_empty(x.shape)
 
 
 def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,7 @@ def by_cublas(x: Tensor, group_size: int) -> bool:
 
 def dense(x: Tensor) -> Tensor:
     """`x` itself if it is contiguous or channels_last, else a contiguous copy."""
-    return x if x.is_contiguous() or _is_rows(x) else x.contiguous()
+    return x if x.is_contiguous() or torch_verbs.is_rows(x) else x.contiguous()
 
 
 def is_read_in_place(x: Tensor, group_size: int) -> bool:
@@ -74,7 +74,7 @@ def is_read_in_place(x: Tensor, group_size: int) -> bool:
     The programs of a wide group read every sample many times over, and along rows that is faster by more than a copy
     takes.
     """
-    if _is_rows(x):
+    if torch_verbs.is_rows(x):
         return True
     return x.is_contiguous() and (x.ndim == 2 or groups.effective_size(x.shape[1], group_size) <= LARGEST_TILE)
 
@@ -92,10 +92,6 @@ def placed_without_data(x: Tensor, group_size: int) -> Tensor:
     if is_read_in_place(x, group_size):
         return x
     return placed(torch.empty_strided(x.shape, x.stride(), device="meta"), group_size)
-
-
-def _is_rows(x: Tensor) -> bool:
-    return torch_verbs.is_channels_last(x) or (x.ndim == 3 and x.transpose(1, 2).is_contiguous())
 
 
 def padded_size(size: int) -> int:
