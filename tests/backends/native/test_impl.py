@@ -92,6 +92,8 @@ def test_auto_takes_the_kernels_where_they_are_faster(calls):
         (channels_last(torch.randn(8, 32, 20, 20)), 16, PLAIN),
         (torch.randn(8, 32, 20, 40)[..., ::2], 16, NATIVE),
         (torch.randn(8, 400, 32).transpose(1, 2), 32, NATIVE),
+        (torch.randn(2048, 32), 16, PLAIN),
+        (torch.randn(2048, 64)[:, ::2], 16, PLAIN),
     ):
         calls.clear()
         leaf = x.requires_grad_()

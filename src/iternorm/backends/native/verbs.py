@@ -69,10 +69,6 @@ def _is_rows(x: Tensor) -> bool | None:
     return True if torch_verbs.is_rows(x) else None
 
 
-def _laid_out(x: Tensor) -> Tensor:
-    return x if _is_rows(x) is not None else x.contiguous()
-
-
 def _laid_out_as(x: Tensor, grad: Tensor) -> Tensor:
     return grad if _is_rows(grad) == _is_rows(x) else torch.empty_like(x).copy_(grad)
 
@@ -91,12 +87,13 @@ def is_worthwhile(x: Tensor, group_size: int) -> bool:
     """Whether the kernels are faster on `x` than torch, and `x` is large enough to compile them for."""
     if not is_worth_compiling(x):
         return False
-    return group_size >= (_LEAST_ROWS if _is_rows(x) else _LEAST_PLANES)
+    rows = x.numel() == x.shape[0] * x.shape[1] or torch_verbs.is_rows(x)
+    return group_size >= (_LEAST_ROWS if rows else _LEAST_PLANES)
 
 
 def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Mean ``[C]`` and biased covariance ``[G, d, d]`` (math.md, Eq. 3-4)."""
-    x = _laid_out(x)
+    x = torch_verbs.laid_out(x)
     library, shape = build.library(x.dtype), _shape(x, group_size)
     mean, covariance = _results(x, shape)
     workspace = workspace_for(library.sums_workspace, shape)
@@ -106,7 +103,7 @@ def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Σ dy ``[C]`` and Σ dy (x - mean)ᵀ ``[G, d, d]`` (math.md, Eq. 21)."""
-    x = _laid_out(x)
+    x = torch_verbs.laid_out(x)
     grad = _laid_out_as(x, grad)
     library, shape = build.library(x.dtype), _shape(x, group_size)
     total, cross = _results(x, shape)
@@ -125,12 +122,12 @@ def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tup
 
 def apply(x: Tensor, matrix: Tensor, offset: Tensor, group_size: int) -> Tensor:
     """y = A x + c for each group: A ``[G, d, d]``, c ``[C]`` (math.md, Eq. 2)."""
-    return _map([_laid_out(x)], [matrix], offset, group_size)
+    return _map([torch_verbs.laid_out(x)], [matrix], offset, group_size)
 
 
 def apply_backward(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offset: Tensor, group_size: int) -> Tensor:
     """dx = A dy + B x + c for each group, in the memory format of x (math.md, Eq. 24)."""
-    x = _laid_out(x)
+    x = torch_verbs.laid_out(x)
     return _map([x, _laid_out_as(x, grad)], [second, first], offset, group_size)
 
 

@@ -1,6 +1,6 @@
 """The verbs `moments` and `apply` in plain torch, for any device, dtype and memory format.
 
-The activation is read where it lies: no transposed and no centred copy of it is made. Work goes tile by tile through a
+Planes and rows are read where they lie: no transposed and no centred copy of them is made. Work goes tile by tile through a
 workspace of a fraction of the activation, in fp32 for half and bfloat16 input. There is no autograd here: these are
 the forward and backward passes that `iternorm.whitening.autograd` joins. Matrices are padded ``[G, d, d]`` (see
 `iternorm.whitening.groups`).
@@ -46,6 +46,11 @@ def is_rows(x: Tensor) -> bool:
     return is_channels_last(x) or (x.ndim == 3 and x.transpose(1, 2).is_contiguous())
 
 
+def laid_out(x: Tensor) -> Tensor:
+    """The activation as planes or rows, copied where it is neither: as BatchNorm does, and so to the same bits."""
+    return x if x.is_contiguous() or is_rows(x) else x.contiguous()
+
+
 def empty_output(x: Tensor) -> Tensor:
     """Memory for a result laid out as x where that is planes or rows, and contiguous else: as BatchNorm has it.
 
@@ -63,7 +68,7 @@ def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     needed; if they misled, the activation is read once more. Elsewhere a glance would wait for the device, so it is
     always done.
     """
-    planes = as_planes(x)
+    planes = as_planes(laid_out(x))
     means, covariances = [], []
     for part in parts(planes.shape[1], group_size):
         layout = _layout(planes, part)
@@ -108,7 +113,7 @@ def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tup
     No centred copy is made: the mean is taken out of each sample's product, before products are added up. What that
     costs in accuracy is about what rounding x itself does.
     """
-    grad_planes, planes = as_planes(grad), as_planes(x)
+    grad_planes, planes = as_planes(grad), as_planes(laid_out(x))
     sums, crosses = [], []
     for part in parts(planes.shape[1], group_size):
         layout = _layout(planes, part)
@@ -138,7 +143,7 @@ def apply_backward(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, offse
 
 def _map(inputs: list[Tensor], matrices: list[Tensor], offset: Tensor, group_size: int) -> Tensor:
     """Σ_i A_i x_i + c; the result is laid out as the first input."""
-    planes = [as_planes(x) for x in inputs]
+    planes = [as_planes(laid_out(inputs[0])), *map(as_planes, inputs[1:])]
     result = empty_output(inputs[0])
     result_planes = as_planes(result)
     for part in parts(result.shape[1], group_size):
