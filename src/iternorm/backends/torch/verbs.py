@@ -1,9 +1,9 @@
 """The verbs `moments` and `apply` in plain torch, for any device, dtype and memory format.
 
-Planes and rows are read where they lie: no transposed and no centred copy of them is made. Work goes tile by tile through a
-workspace of a fraction of the activation, in fp32 for half and bfloat16 input. There is no autograd here: these are
-the forward and backward passes that `iternorm.whitening.autograd` joins. Matrices are padded ``[G, d, d]`` (see
-`iternorm.whitening.groups`).
+Planes and rows are read where they lie: no transposed and no centred copy of them is made. Work goes tile by tile
+through a workspace of a fraction of the activation, in fp32 for half and bfloat16 input. There is no autograd here:
+these are the forward and backward passes that `iternorm.whitening.autograd` joins. Matrices are padded ``[G, d, d]``
+(see `iternorm.whitening.groups`).
 """
 
 from collections.abc import Iterator
