@@ -68,19 +68,21 @@ def one_process(case, members: Sequence[int] = range(SIZE)):
     return sync_ranks.run_steps(layer, inputs)
 
 
-def assert_equal_to_one_process(outcomes, case, members: Sequence[int] = range(SIZE)):
-    (steps, buffers), bound = one_process(case, members), tolerance(case)
+def assert_equal_to_one_process(outcomes, case, members: Sequence[int] = range(SIZE), factor=1):
+    (steps, buffers), bound = one_process(case, members), factor * tolerance(case)
     counts = [case.counts[rank] for rank in members]
     for i, expected in enumerate(steps):
         parts = [outcome[0][i] for outcome in outcomes]
         for name, value in expected.items():
             for rank, (part, whole) in enumerate(zip(parts, value.split(counts), strict=True)) if name in "xy" else ():
                 assert part[name].shape == whole.shape
-                torch.testing.assert_close(part[name].double(), whole, rtol=bound, atol=bound, msg=f"{name}, {rank}")
+                torch.testing.assert_close(
+                    part[name].double().cpu(), whole, rtol=bound, atol=bound, msg=f"{name}, {rank}"
+                )
             if name not in "xy":
                 # Each rank has its part of the gradient of a parameter: their sum is the whole.
-                total = sum(part[name].double() for part in parts)
+                total = sum(part[name].double().cpu() for part in parts)
                 torch.testing.assert_close(total, value, rtol=bound, atol=bound * len(counts) * 10, msg=name)
     for _, own in outcomes:
         for name, value in buffers.items():
-            torch.testing.assert_close(own[name].to(value.dtype), value, rtol=bound, atol=bound, msg=name)
+            torch.testing.assert_close(own[name].cpu().to(value.dtype), value, rtol=bound, atol=bound, msg=name)

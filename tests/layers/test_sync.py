@@ -180,7 +180,6 @@ def test_convert_sync_iternorm_takes_exact_whitening_too():
     assert [type(child) for child in iternorm.convert_to_batchnorm(model).children()] == [nn.SyncBatchNorm]
 
 
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_an_implementation_that_does_not_synchronize_raises(impl):
-    with pytest.raises(ValueError, match=f'impl="{impl}" does not synchronize'):
-        iternorm.SyncIterNorm(4, impl=impl)
+def test_an_implementation_that_does_not_synchronize_raises():
+    with pytest.raises(ValueError, match='impl="reference" does not synchronize'):
+        iternorm.SyncIterNorm(4, impl="reference")
