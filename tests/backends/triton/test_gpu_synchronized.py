@@ -93,8 +93,8 @@ def test_all_ranks_keep_nearly_the_same_statistics(ranks):
 def pair(shape, **words):
     """IterNorm, and SyncIterNorm with the same parameters."""
     alone = IterNorm2d(shape[1], device="cuda", impl="triton", **words)
-    torch.nn.init.uniform_(alone.weight, 0.5, 1.5)
-    torch.nn.init.normal_(alone.bias)
+    torch.nn.init.uniform_(alone.get_parameter("weight"), 0.5, 1.5)
+    torch.nn.init.normal_(alone.get_parameter("bias"))
     together = SyncIterNorm(shape[1], device="cuda", impl="triton", **words)
     together.load_state_dict(alone.state_dict())
     return alone, together
@@ -119,9 +119,9 @@ def test_ranks_with_the_same_batch_equal_one(kind, group_size, last, equal_ranks
     shape = (8, 192, 14, 14)
     x, grad = activation(shape, dtype, last, mean=2.0), activation(shape, dtype, last)
     alone, together = pair(shape, group_size=group_size)
-    for _ in range(2):
-        expected, actual = outcome(alone, x, grad), outcome(together, x, grad)
-    for first, second in zip(actual, expected, strict=True):
+    # The second step takes the short way of a batch like the last one.
+    outcome(alone, x, grad), outcome(together, x, grad)
+    for first, second in zip(outcome(together, x, grad), outcome(alone, x, grad), strict=True):
         assert relative_error(first, second) < budget
     wanted = state_of(alone)
     for name, value in state_of(together).items():
@@ -239,8 +239,11 @@ def test_no_samples_on_a_gpu(played_group):
     before = state_of(layer)
     x = torch.empty(0, 64, 8, 8, device="cuda", requires_grad=True)
     y = layer(x)
+    (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert y.shape == grad.shape == x.shape
     y.sum().backward()
-    assert y.shape == x.grad.shape == x.shape
-    assert torch.equal(layer.weight.grad, torch.zeros_like(layer.weight))
+    weight, mean = layer.get_parameter("weight"), layer.get_buffer("running_mean")
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
     # All ranks of this group are empty: the mean is zero, and the covariance too.
-    assert torch.equal(layer.running_mean, before["running_mean"])
+    assert torch.equal(mean, before["running_mean"])
