@@ -1,9 +1,9 @@
 """Compile a layer's kernels for a GPU that is not there.
 
-    python compile_for.py CAPABILITY SHARED_BYTES exact|tf32|bf16|fp16 rows|planes [GROUP_SIZE] [relu] [many]
+    python compile_for.py CAPABILITY SHARED_BYTES exact|tf32|bf16|fp16 rows|planes [GROUP_SIZE] [relu] [many] [ranks]
 
-With `many`, for 24 steps in place of 5. Prints, for each launch, its name, the samples of a tile, its stages, and what
-it asks for of shared memory.
+With `many`, for 24 steps in place of 5; with `ranks`, for a layer that 8 of them share. Prints, for each launch, its
+name, the samples of a tile, its stages, and what it asks for of shared memory.
 """
 
 import sys
@@ -54,10 +54,11 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
             x = x.to(memory_format=torch.channels_last)
         weight = torch.empty(2 * size, device="cuda:0")
         steps, residual = 24 if "many" in more else 5, "residual" in more
-        made = plan.plan_for(
-            x, weight, weight, size, steps, None, relu="relu" in more, residual=residual, summed=residual
-        )
+        words = {"relu": "relu" in more, "residual": residual, "summed": residual, "ranks": 8 * ("ranks" in more)}
+        made = plan.plan_for(x, weight, weight, size, steps, None, **words)
     names = ("moments", "reduce", "cross_moments", "cross_reduce", "apply")
+    if made.exchange is not None:
+        names += ("merge", "unpack", "sent_weight_gradient")
     if made.iteration is None:
         iterates = ("whiten", "whiten_backward")
     else:

@@ -243,7 +243,24 @@ def broken(rank: int, size: int) -> dict:
     return results
 
 
-SCENARIOS = {"everything": (everything, 120), "broken": (broken, 60)}
+def kernels(rank: int, size: int) -> dict:
+    import sync_kernels
+
+    return sync_kernels.everything(rank)
+
+
+def large_kernels(rank: int, size: int) -> dict:
+    import sync_kernels
+
+    return sync_kernels.steps_of(sync_kernels.LARGE, rank)
+
+
+SCENARIOS = {
+    "everything": (everything, 120),
+    "broken": (broken, 60),
+    "kernels": (kernels, 300),
+    "large kernels": (large_kernels, 600),
+}
 
 
 def main() -> None:
@@ -258,7 +275,7 @@ def main() -> None:
         timeout=dt.timedelta(seconds=seconds),
     )
     torch.save(function(rank, size), folder / f"{rank}.pt")
-    if scenario == "everything":
+    if scenario != "broken":
         dist.barrier()
         dist.destroy_process_group()
     else:

@@ -10,7 +10,7 @@ from torch.fx import Proxy
 from iternorm.backends.torch.verbs import compute_dtype
 from iternorm.layers import checkpoints
 from iternorm.layers.batchnorm import BatchNormWithoutVariance
-from iternorm.whitening import dispatch, fused, groups, modes, validation
+from iternorm.whitening import dispatch, fused, groups, modes, synchronized, validation
 from iternorm.whitening.autograd import inverse_sqrt
 from iternorm.whitening.dispatch import Backend
 from iternorm.whitening.normalize import normalize
@@ -92,8 +92,9 @@ class WhiteningNorm(BatchNormWithoutVariance):
     _checked: tuple | None = None
     _matrix_shape: tuple[int, int, int] = (0, 0, 0)
     _settings: Settings
-    # `_cache_key` of the last batch that went to the fused kernels.
+    # `_cache_key` of the last batch that went to the fused kernels, and what was asked of them.
     _last_key: tuple | None = None
+    _last_settings: Settings
 
     def __init__(
         self,
@@ -212,8 +213,8 @@ class WhiteningNorm(BatchNormWithoutVariance):
             # Same shape, dtype and settings as the last batch: the checks below have already passed.
             if residual is not None:
                 validation.check_residual(residual, input)
-            output = fused.whiten_eagerly(input, weight, bias, self._settings, statistics, residual)
-            return _in_place(output, order)
+            whiten = fused.whiten_eagerly if group is None else synchronized.whiten_eagerly
+            return _in_place(whiten(input, weight, bias, self._last_settings, statistics, residual), order)
         self._check(input, weight, bias, mean, matrix)
         validation.check_residual(residual, input)
         settings = self._settings
@@ -226,7 +227,7 @@ class WhiteningNorm(BatchNormWithoutVariance):
         backend = dispatch.choose(settings, input)
         output = normalize(input, weight, bias, settings, statistics, batch_statistics, backend, residual)
         if backend is Backend.TRITON and training and eager:
-            self._last_key = key
+            self._last_key, self._last_settings = key, settings
         return _in_place(output, order)
 
     def _cache_key(self, input: Tensor, weight, bias, mean, matrix, group) -> tuple:

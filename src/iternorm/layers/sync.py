@@ -29,7 +29,7 @@ class Synchronized(WhiteningNorm):
         """Any rank that `iternorm.functional` takes."""
 
     def _check_impl(self, impl: str) -> None:
-        if impl in ("reference", "triton"):
+        if impl == "reference":
             name = "IterNorm" if isinstance(self, _IterNorm) else "DecorrelatedBatchNorm"
             raise ValueError(f'impl="{impl}" does not synchronize; use impl="auto", or {name}1d/2d/3d')
 
@@ -116,7 +116,7 @@ class SyncIterNorm(Synchronized, _IterNorm):
             in fp32, and 49 in fp64, which is convergence, and the output stays finite where channels depend on each
             other.
         running: "whitening" or "covariance"; see `iternorm.layers.base.WhiteningNorm`.
-        impl: "auto", "native" or "torch".
+        impl: "auto", "triton", "native" or "torch".
         activation: None, or "relu": the output goes through it.
         correction: 1 divides the covariance by the number of values of all ranks less one; 0 by their number.
         shrinkage: (1 - shrinkage) Σ + shrinkage I takes the place of the covariance Σ; from 0 to 1.
@@ -172,7 +172,7 @@ class SyncDecorrelatedBatchNorm(Synchronized, _DecorrelatedBatchNorm):
         group_size: the number of channels whitened together; None is all of them.
         solver: "zca", "pca" or "cholesky".
         running: "whitening" or "covariance"; see `iternorm.layers.base.WhiteningNorm`.
-        impl: "auto", "native" or "torch".
+        impl: "auto", "triton", "native" or "torch".
         activation: None, or "relu": the output goes through it.
         correction: 1 divides the covariance by the number of values of all ranks less one; 0 by their number.
         shrinkage: (1 - shrinkage) Σ + shrinkage I takes the place of the covariance Σ; from 0 to 1.

@@ -15,7 +15,7 @@ from iternorm.whitening import collective, groups, modes, operators
 from iternorm.whitening.operators import no_autocast
 from iternorm.whitening.settings import Settings, regularized, unbiased
 
-_NOT_OVER_PROCESSES = "{} does not reach over processes; use IterNorm in place of SyncIterNorm where it is needed"
+NOT_OVER_PROCESSES = "{} does not reach over processes; use IterNorm in place of SyncIterNorm where it is needed"
 
 
 def whiten(
@@ -66,7 +66,7 @@ class _Whiten(torch.autograd.Function):
         group_size, num_features = settings.group_size, x.shape[1]
         if modes.wants_graph(grad):
             if settings.process_group:
-                raise RuntimeError(_NOT_OVER_PROCESSES.format("a graph of the backward (create_graph=True)"))
+                raise RuntimeError(NOT_OVER_PROCESSES.format("a graph of the backward (create_graph=True)"))
             return *composed_backward(grad, (x, weight, bias), needs, settings), None, None
         grad_x = grad_weight = grad_bias = None
         with no_autocast(x):
@@ -220,7 +220,7 @@ def composed(
     """`whiten` in ordinary operators, which function transforms take apart and traces save."""
     if settings.process_group:
         what = "a function transform (torch.func), forward-mode derivative or trace"
-        raise RuntimeError(_NOT_OVER_PROCESSES.format(what))
+        raise RuntimeError(NOT_OVER_PROCESSES.format(what))
     return _composed(x, weight, bias, settings, solvers.composed)
 
 

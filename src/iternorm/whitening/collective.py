@@ -1,7 +1,11 @@
 """Moments over several processes: one collective between the verbs `moments` and `inverse_sqrt`, one in the backward.
 
-Functional collectives are used, which `torch.compile` keeps in its graph. There is no autograd here:
-`iternorm.whitening.autograd` calls these inside its own forward and backward.
+Functional collectives are used, which `torch.compile` keeps in its graph; eager calls of the Triton kernels use plain
+ones, which take less host time. There is no autograd here: `iternorm.whitening.autograd` and `.synchronized` call these
+inside their own forward and backward.
+
+A rank sends one fp32 vector (fp64 for fp64 input), whichever backend computed it: forward its count of samples, its
+mean ``[C]`` and its covariance ``[G, d, d]``, backward Σ dy ``[C]`` and Σ dy (x - mean)ᵀ ``[G, d, d]``.
 """
 
 from typing import NamedTuple
@@ -11,6 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from iternorm.whitening import modes
+
+# torch 2.13 has a new name for it.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 class Group(NamedTuple):
@@ -54,24 +61,60 @@ def global_moments(num_samples: int, mean: Tensor, covariance: Tensor, group: Gr
     """
     count = torch.full((1,), num_samples, dtype=mean.dtype, device=mean.device)
     packed = torch.cat([count, mean, covariance.flatten()])
+    gathered = gather_moments(packed, group)
+    counts, means, covariances = gathered.view(group.size, -1).split([1, mean.numel(), covariance.numel()], 1)
+    return merge_moments(counts.squeeze(1), means, covariances.view(group.size, *covariance.shape))
+
+
+def gather_moments(packed: Tensor, group: Group) -> Tensor:
+    """What all ranks send, the count first, one after the other."""
     functional = torch.ops._c10d_functional
     gathered = functional.wait_tensor(functional.all_gather_into_tensor(packed, group.size, group.name))
-    counts, means, covariances = gathered.view(group.size, -1).split([1, mean.numel(), covariance.numel()], 1)
+    if not torch.compiler.is_compiling():
+        _check_counts(gathered, group)
+    return gathered
+
+
+def gather_moments_eagerly(packed: Tensor, group: Group) -> Tensor:
+    """`gather_moments` where nothing records the call."""
+    gathered = packed.new_empty(group.size * packed.numel())
+    getattr(dist, _ALL_GATHER)(gathered, packed, group=_found(group))
+    _check_counts(gathered, group)
+    return gathered
+
+
+def _check_counts(gathered: Tensor, group: Group) -> None:
     # Every rank sees the same counts and raises alike. Elsewhere than on the CPU a look would wait for the device.
-    if counts.device.type == "cpu" and not torch.compiler.is_compiling() and float(counts.sum()) <= 1:
+    if gathered.device.type != "cpu":
+        return
+    total = float(gathered.view(group.size, -1)[:, 0].sum())
+    if total <= 1:
         raise ValueError(
-            f"Expected more than 1 value per channel when training, got {float(counts.sum()):.0f} over all ranks; "
+            f"Expected more than 1 value per channel when training, got {total:.0f} over all ranks; "
             "use a larger batch, or eval mode"
         )
-    return merge_moments(counts.squeeze(1), means, covariances.view(group.size, *covariance.shape))
 
 
 def global_sums(first: Tensor, second: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Both tensors summed over the ranks, by one all-reduce."""
-    packed = torch.cat([first.flatten(), second.flatten()])
-    functional = torch.ops._c10d_functional
-    total = functional.wait_tensor(functional.all_reduce(packed, "sum", group.name))
+    total = sum_over_ranks(torch.cat([first.flatten(), second.flatten()]), group)
     return total[: first.numel()].view_as(first), total[first.numel() :].view_as(second)
+
+
+def sum_over_ranks(packed: Tensor, group: Group) -> Tensor:
+    """The sum of what all ranks send."""
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_reduce(packed, "sum", group.name))
+
+
+def sum_over_ranks_eagerly(packed: Tensor, group: Group) -> Tensor:
+    """`sum_over_ranks` where nothing records the call: in place."""
+    dist.all_reduce(packed, group=_found(group))
+    return packed
+
+
+def _found(group: Group) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(group.name)  # pyright: ignore
 
 
 def gather_integers(values: tuple[int, ...], group: Group, device: torch.device) -> list[list[int]]:

@@ -47,8 +47,7 @@ def choose(settings: Settings, x: Tensor) -> Backend:
     impl, group_size = settings.impl, settings.group_size
     if impl == "reference":
         return Backend.REFERENCE
-    # The Triton kernels do not know a process group.
-    if settings.process_group is None and impl in ("auto", "triton"):
+    if impl in ("auto", "triton"):
         reason = _why_not_triton(x, settings) if impl == "triton" or x.is_cuda else "not on a GPU"
         if reason is None and (impl == "triton" or not kernels().by_cublas(x, group_size)):
             return Backend.COMPOSED if modes.is_transformed() else Backend.TRITON

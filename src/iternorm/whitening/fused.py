@@ -26,7 +26,7 @@ def whiten(
     if not modes.is_recorded(x):
         return whiten_eagerly(x, weight, bias, settings, statistics, residual)
     # One by one: a compiler follows tensors into a function, not into a tuple.
-    kept = _NO_RUNNING if statistics is None else statistics
+    kept = NO_RUNNING if statistics is None else statistics
     return _WhitenRecorded.apply(x, weight, bias, residual, settings, *kept)[0]  # pyright: ignore
 
 
@@ -59,14 +59,14 @@ class _WhitenEager(torch.autograd.Function):
             return *_graph_backward(grad, x, weight, bias, output, needs, ctx.settings), None, None
         # Autograd has made the device of the gradient the current one.
         gradients = kernels().backward(grad, x, weight, state, ctx.plan, ctx.settings.eps, needs[0], output)
-        return *_wanted(grad, gradients, weight, bias, output, needs), None, None
+        return *wanted(grad, gradients, weight, bias, output, needs), None, None
 
 
 # In half the time of `_WhitenEager.apply`.
 _apply_eager = modes.apply_without_transforms(_WhitenEager)
 
 # Of a `Running`, where none is kept.
-_NO_RUNNING = (None, None, None, None, False)
+NO_RUNNING = (None, None, None, None, False)
 
 
 class _WhitenRecorded(torch.autograd.Function):
@@ -94,7 +94,7 @@ class _WhitenRecorded(torch.autograd.Function):
             grad, None, x, weight, state, output, settings.group_size, settings.steps, settings.eps, settings.exact,
             needs[0], needs[3] and settings.relu,
         )  # fmt: skip
-        return *_wanted(grad, gradients, weight, bias, output, needs), *(None,) * 6
+        return *wanted(grad, gradients, weight, bias, output, needs), *(None,) * 6
 
 
 def _graph_backward(grad, x, weight, bias, output, needs, settings: Settings) -> list:
@@ -103,7 +103,7 @@ def _graph_backward(grad, x, weight, bias, output, needs, settings: Settings) ->
     return [*composed_backward(grad, (x, weight, bias), needs[:3], settings), grad if needs[3] else None]
 
 
-def _wanted(grad, gradients, weight, bias, output, needs) -> tuple:
+def wanted(grad, gradients, weight, bias, output, needs) -> tuple:
     """The gradients that are asked for, those of weight and bias in their dtype."""
     grad_weight = _as(gradients[1], weight) if needs[1] else None
     grad_bias = _as(gradients[2], bias) if needs[2] else None

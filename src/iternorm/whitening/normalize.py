@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from iternorm.backends.torch import verbs as torch_verbs
-from iternorm.whitening import autograd, by_reference, dispatch, fused, inference, running
+from iternorm.whitening import autograd, by_reference, dispatch, fused, inference, running, synchronized
 from iternorm.whitening.dispatch import Backend
 from iternorm.whitening.settings import Running, Settings
 
@@ -46,7 +46,8 @@ def normalize(
             "use a larger batch, or eval mode"
         )
     if backend is Backend.TRITON:
-        return fused.whiten(x, weight, bias, settings, statistics, residual)
+        whiten = fused.whiten if settings.process_group is None else synchronized.whiten
+        return whiten(x, weight, bias, settings, statistics, residual)
     if backend is Backend.REFERENCE:
         y, mean, covariance, whitening = by_reference.whiten(x, weight, bias, settings)
     elif backend is Backend.COMPOSED:

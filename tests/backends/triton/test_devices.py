@@ -195,6 +195,8 @@ def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):
         ("RTX 4090", ("tf32", "rows", "64", "many")),
         ("A100", ("exact", "planes", "128", "many")),
         ("RTX 4090", ("bf16", "rows", "64", "relu", "residual")),
+        ("A100", ("bf16", "rows", "48", "ranks")),
+        ("RTX 4090", ("tf32", "planes", "192", "ranks")),
     ],
 )
 def test_the_kernels_compile_for_other_gpus(name, arguments, tmp_path):
@@ -206,4 +208,5 @@ def test_the_kernels_compile_for_other_gpus(name, arguments, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     asked = {line.split()[0]: int(line.split()[-1]) for line in done.stdout.splitlines()}
     assert {"moments", "reduce", "cross_moments", "apply"} < set(asked)
+    assert ("merge" in asked) == ("ranks" in arguments)
     assert max(asked.values()) <= shared

@@ -106,7 +106,7 @@ class State(NamedTuple):
 
     mean: int  # [C]
     variance: int  # [C]
-    batches: int  # two int64: a copy of the counter of batches, and nothing
+    batches: int  # two int64: a copy of the counter of batches, and of a synchronized layer all ranks' samples
     covariance: int  # [G, BD, BD], without eps
     whitening: int  # [G, d, d]
     # [G, 2 T - 1, parts, BD, BD] of 16 bits, see `NewtonSplit`; of groups above 64 channels [2 T - 1, G, BD, BD].
@@ -124,7 +124,7 @@ def state_of(channels: int, group_size: int, num_iters: int, kept_parts: int) ->
     if padded <= LARGEST_NEWTON and kept_parts:
         # Of two bytes each.
         kept = kept * kept_parts // 2
-    # The copy of the counter is one of two int64.
+    # Two int64.
     lengths = (channels, channels, 4, count * padded**2, count * size**2, count * kept)
     offsets = [0]
     for length in lengths:

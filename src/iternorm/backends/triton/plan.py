@@ -13,6 +13,7 @@ from iternorm.backends.triton.device.tiles import After, Passing, Tile
 from iternorm.backends.triton.device.whiten import weight_gradient, whiten_backward, whiten_forward
 from iternorm.backends.triton.device.wide_apply import wide_apply, wide_apply_backward
 from iternorm.backends.triton.device.wide_moments import wide_moments, wide_reduce
+from iternorm.backends.triton.exchange import Exchange
 from iternorm.backends.triton.iteration import Iteration, RunningKey
 from iternorm.backends.triton.layout import (
     BLOCK,
@@ -54,6 +55,7 @@ class Key(NamedTuple):
     weight: torch.dtype | None
     bias: torch.dtype | None
     running: RunningKey | None
+    ranks: int  # whose batches are one; 0 is this process alone
 
 
 _plans: dict[Key, "Plan"] = {}
@@ -71,6 +73,7 @@ def plan_for(
     split: Split | None = None,
     residual: bool = False,
     summed: bool = False,
+    ranks: int = 0,
 ) -> "Plan":
     """The plan for this call; `split` is what the user allows now unless it is given."""
     kept = None
@@ -93,6 +96,7 @@ def plan_for(
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
         kept,
+        ranks,
     )
     plan = _plans.get(key)  # pyright: ignore[reportArgumentType, reportCallIssue]
     if plan is None:
@@ -135,6 +139,10 @@ class Plan:
             precision = matrix_precision(key.split, key.num_iters)
             self.iteration = Iteration(*sizes, precision, key.device, key.weight, key.running)
             makers |= self.iteration.makers
+        self.exchange: Exchange | None = None
+        if key.ranks:
+            self.exchange = Exchange(layout, key.ranks, self.counts, key.device)
+            makers |= self.exchange.makers
         self.launches = Launches(makers)
         self.run = self.launches.run
         self._sizes: dict[str, int] = {}
@@ -247,9 +255,20 @@ class Plan:
         count = self._shares_of(name)
         each = self.launches[name].integers[3] * self._tiles(name).samples
         fp32 = torch.float32
-        counted = not backward and self.counts
+        # Of several ranks the moments are sent, and `merge` counts.
+        sent = self.key.ranks > 0
+        counted = not backward and not sent and self.counts
+        weighted = backward and sent and not layout.wide and self.key.weight is not None
         common = {"D": layout.group_size, "BD": layout.padded, "SELF": not backward, "COUNT": counted}
-        pointers = (fp32, fp32, fp32, None if backward else fp32, *(torch.int64 if counted else None,) * 2)
+        common |= {"SENT": sent, "WEIGHT": weighted}
+        pointers = (
+            fp32,
+            fp32,
+            None if sent and not backward else fp32,
+            None if sent or backward else fp32,
+            *(torch.int64 if counted else None,) * 2,
+            *(fp32 if weighted else None,) * 2,
+        )
         integers = (layout.samples, layout.channels, count, each)
         if self.layout.wide:
             grid = ((layout.padded // 32) ** 2, layout.num_groups)

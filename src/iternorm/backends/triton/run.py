@@ -36,7 +36,7 @@ __all__ = [
 
 
 # Of a `Running`, where none is kept.
-_NOT_RUNNING: Any = (None,) * 5
+NOT_RUNNING: Any = (None,) * 5
 
 
 def state_size(x: Tensor, group_size: int, num_iters: int, exact: bool) -> int:
@@ -61,7 +61,7 @@ def plan_of_state(
     return plan_for(x, weight, None, group_size, num_iters, None, exact, relu, split, residual, summed)
 
 
-def _parts_of(state: Any, plan: Plan) -> tuple:
+def parts_of(state: Any, plan: Plan) -> tuple:
     """Mean, variance, counter, covariance, whitening and iterates in the state: addresses if it is one, or tensors."""
     if isinstance(state, int):
         # Written out: a loop here costs as much as a launch.
@@ -104,8 +104,8 @@ def forward(
     transposed = plan.copied and x.is_contiguous()
     if plan.copied:
         x = placed(x, group_size)
-    residual = _in_strides(residual, x)
-    running_mean, running_matrix, num_batches, momentum, _ = running or _NOT_RUNNING
+    residual = in_strides(residual, x)
+    running_mean, running_matrix, num_batches, momentum, _ = running or NOT_RUNNING
     has_gaps = not (plan.at.even and plan.counts)
     state = (x.new_zeros if zeroed and has_gaps else x.new_empty)(plan.at.size, dtype=torch.float32)
     y = torch.empty_like(x)
@@ -116,28 +116,49 @@ def forward(
     if stream is not None:
         absent, partials = 0, partials.data_ptr()
         counter = num_batches.data_ptr() if plan.counts else absent
-    batch_mean, variance, batches, covariance, whitening, iterates = _parts_of(saved, plan)
+    batch_mean, variance, batches, covariance, whitening, iterates = parts_of(saved, plan)
     if not plan.counts:
         batches = absent
     moments = (source, source, absent, absent, absent, absent, partials)
-    reduction = (partials, covariance, batch_mean, variance, counter, batches)
+    reduction = (partials, covariance, batch_mean, variance, counter, batches, absent, absent)
+    # The partial sums have been read by the time of the iteration, and leave their room to it.
+    names, arguments = whitening_calls(
+        plan,
+        (source, target, added),
+        (covariance, batch_mean, variance, whitening, iterates),
+        (scale, shift, mean, matrix, counter, batches),
+        partials,
+        eps,
+        momentum,
+    )
+    plan.run(stream, ("moments", "reduce", *names), (moments, reduction, *arguments))
+    return (y.contiguous() if transposed else y), state, plan
+
+
+def whitening_calls(plan: Plan, activations, batch, learned, work, eps, momentum) -> tuple[tuple, tuple]:
+    """The launches after the moments, and their arguments.
+
+    Args:
+        plan: of the layer.
+        activations: x, y, and what is added.
+        batch: its covariance, mean, variance, whitening and iterates.
+        learned: weight, bias, running mean and matrix, the counter of batches and the copy of it.
+        work: memory for the iteration of groups above 64 channels.
+        eps: added to the diagonal of the covariance.
+        momentum: of the running statistics.
+    """
     rate = 0.0 if momentum is None else momentum
     if plan.iteration is None:
-        whitened = (
-            source, target, added, covariance, batch_mean, variance, whitening, iterates, scale, shift, mean, matrix,
-            counter, batches, eps, rate,
-        )  # fmt: skip
-        plan.run(stream, ("moments", "reduce", "whiten"), (moments, reduction, whitened))
-    else:
-        # The partial sums have been read by then, and leave their room to the iteration.
-        calls = plan.iteration.forward(covariance, whitening, iterates, partials, eps)
-        if running is not None:
-            batch = (covariance, whitening, batch_mean, variance)
-            calls.append(plan.iteration.blend(*batch, (mean, matrix), counter, batches, rate))
-        names, arguments = zip(*calls, strict=True)
-        application = (source, target, added, whitening, batch_mean, scale, shift)
-        plan.run(stream, ("moments", "reduce", *names, "apply"), (moments, reduction, *arguments, application))
-    return (y.contiguous() if transposed else y), state, plan
+        return ("whiten",), ((*activations, *batch, *learned, eps, rate),)
+    covariance, batch_mean, variance, whitening, iterates = batch
+    scale, shift, mean, matrix, counter, batches = learned
+    calls = plan.iteration.forward(covariance, whitening, iterates, work, eps)
+    if plan.key.running is not None:
+        moments = (covariance, whitening, batch_mean, variance)
+        calls.append(plan.iteration.blend(*moments, (mean, matrix), counter, batches, rate))
+    calls.append(("apply", (*activations, whitening, batch_mean, scale, shift)))
+    names, arguments = zip(*calls, strict=True)
+    return names, arguments
 
 
 def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, more=None):
@@ -150,7 +171,7 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, 
     if x.stride() != stride:
         transposed = plan.layout.wide and x.is_contiguous()
         x = placed(x, plan.key.group_size)
-    grad, output, more = _in_strides(grad, x), _in_strides(output, x), _in_strides(more, x)
+    grad, output, more = in_strides(grad, x), in_strides(output, x), in_strides(more, x)
     layout = plan.layout
     grad_bias = x.new_empty(layout.channels, dtype=torch.float32)
     grad_weight = None if weight is None else torch.empty_like(grad_bias)
@@ -166,34 +187,56 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, 
         absent, second, partials = 0, cross + 4 * half, cross + 8 * half
     else:
         absent, second, partials = None, cross[half:], cross[2 * half :]
-    mean, _, _, covariance, whitening, iterates = _parts_of(saved, plan)
+    mean, _, _, covariance, whitening, iterates = parts_of(saved, plan)
     names = ("cross_moments", "cross_reduce")
     first = (gradient, source, positive, second_gradient, kept, mean, partials)
-    arguments = (first, (partials, cross, grad_sum, absent, absent, absent))
+    arguments = (first, (partials, cross, grad_sum, absent, absent, absent, absent, absent))
     activations = (gradient, source, positive, target) if passed is None else (kept, source, absent, target)
-    if plan.iteration is None:
-        if needs_input:
-            statistics = (cross, covariance, mean, whitening, iterates, grad_sum)
-            names = (*names, "whiten_backward")
-            arguments = (*arguments, (*activations, *statistics, scale, scale_gradient, eps))
-        elif weight is not None:
-            names, arguments = (*names, "weight_gradient"), (*arguments, (cross, whitening, scale_gradient))
-    else:
-        matrices = (cross, covariance, whitening, iterates, scale, scale_gradient, partials, second)
-        calls = plan.iteration.backward(*matrices, eps, 2 / layout.samples)
-        # The gradient of the weight is complete with the first of them.
-        more, values = zip(*(calls if needs_input else calls[:1]), strict=True)
-        names, arguments = (*names, *more), (*arguments, *values)
-        if needs_input:
-            names = (*names, "apply_backward")
-            arguments = (*arguments, (*activations, whitening, second, mean, grad_sum, scale))
-    plan.run(stream, names, arguments)
+    following, values = gradient_calls(
+        plan,
+        activations,
+        (cross, covariance, mean, whitening, iterates, grad_sum),
+        (scale, scale_gradient),
+        (partials, second),
+        eps,
+        needs_input,
+    )
+    plan.run(stream, (*names, *following), (*arguments, *values))
     if transposed:
         dx, passed = (None if t is None else t.contiguous() for t in (dx, passed))
     return dx, grad_weight, grad_bias, passed
 
 
-def _in_strides(tensor: Tensor | None, x: Tensor) -> Tensor | None:
+def gradient_calls(plan: Plan, activations, batch, learned, work, eps, needs_input) -> tuple[tuple, tuple]:
+    """The launches after the cross moments, and their arguments.
+
+    Args:
+        plan: of the layer.
+        activations: the gradient, x, the output or what is absent of it, and the gradient of x.
+        batch: its cross moments, covariance, mean, whitening, iterates and summed gradient.
+        learned: the weight and its gradient.
+        work: memory for the iteration of groups above 64 channels, and for B.
+        eps: added to the diagonal of the covariance.
+        needs_input: whether the gradient of x is asked for, or the weight's alone.
+    """
+    cross, covariance, mean, whitening, iterates, grad_sum = batch
+    scale, scale_gradient = learned
+    if plan.iteration is None:
+        if needs_input:
+            return ("whiten_backward",), ((*activations, *batch, *learned, eps),)
+        weighted = plan.key.weight is not None
+        return (("weight_gradient",), ((cross, whitening, scale_gradient),)) if weighted else ((), ())
+    room, second = work
+    matrices = (cross, covariance, whitening, iterates, scale, scale_gradient, room, second)
+    calls = plan.iteration.backward(*matrices, eps, 2 / plan.layout.samples)
+    if needs_input:
+        calls.append(("apply_backward", (*activations, whitening, second, mean, grad_sum, scale)))
+    # The gradient of the weight is complete with the first of them.
+    names, arguments = zip(*(calls if needs_input else calls[:1]), strict=True)
+    return names, arguments
+
+
+def in_strides(tensor: Tensor | None, x: Tensor) -> Tensor | None:
     """The tensor, or a copy of it that lies in memory as `x` does."""
     if tensor is None or tensor.stride() == x.stride():
         return tensor
@@ -207,6 +250,6 @@ def apply(x, whitening, mean, weight, bias, group_size, relu=False, residual=Non
     if plan.copied:
         x = placed(x, group_size)
     y = torch.empty_like(x)
-    stream, given = given_to(x.device, x, y, _in_strides(residual, x), whitening, mean, weight, bias)
+    stream, given = given_to(x.device, x, y, in_strides(residual, x), whitening, mean, weight, bias)
     plan.run(stream, ("apply",), (tuple(given),))
     return y.contiguous() if transposed else y

@@ -159,9 +159,9 @@ def _with_third_tile(kernel: str, layout: Layout, split: int) -> Tiles:
 def programs(layout: Layout, tiles: Tiles, num_sms: int, others: int = 0, blocks: int = 1) -> tuple[int, int]:
     """How many programs share the samples of a block of a group, and the tiles each takes.
 
-    There are so many `blocks`, and `others` need room too.
+    There are so many `blocks`, and `others` need room too. Without samples there are none.
     """
     total = -(-layout.samples // tiles.samples)
     wanted = max(1, num_sms * tiles.per_sm // (layout.num_groups * blocks) - others)
-    per_program = -(-total // wanted)
+    per_program = max(1, -(-total // wanted))
     return -(-total // per_program), per_program

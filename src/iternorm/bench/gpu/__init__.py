@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from iternorm.bench.gpu.networks import markdown_networks, network_lines, run_networks
+from iternorm.bench.gpu.synchronized import run_synchronized, synchronized_lines
 from iternorm.bench.gpu.table import lines, markdown, markdown_targets, put_between_markers
 from iternorm.bench.gpu.targets import evaluate
 from iternorm.report.provenance import provenance
@@ -31,6 +32,8 @@ __all__ = [
     "put_between_markers",
     "run",
     "run_networks",
+    "run_synchronized",
+    "synchronized_lines",
 ]
 
 QUICK_ROUNDS = 5

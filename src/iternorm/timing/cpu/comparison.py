@@ -57,13 +57,21 @@ def run(
 
 
 def check_arguments(
-    device: str, rounds: int, threads: int | None = None, quick: bool = False, networks: bool = False
+    device: str,
+    rounds: int,
+    threads: int | None = None,
+    quick: bool = False,
+    networks: bool = False,
+    sync: bool = False,
 ) -> None:
     """Raise a ValueError for what `run` and `gpu.run` of the benchmark cannot do."""
     if networks and device != "cuda":
         raise ValueError(f"--networks times training steps on a GPU, not on {device!r}; add --device cuda")
-    if networks and quick:
-        raise ValueError("--networks and --quick do not go together; give one of them")
+    if sync and device != "cuda":
+        raise ValueError(f"--sync times synchronized layers on a GPU, not on {device!r}; add --device cuda")
+    chosen = [name for name, asked in (("--networks", networks), ("--sync", sync), ("--quick", quick)) if asked]
+    if len(chosen) > 1:
+        raise ValueError(f"{' and '.join(chosen)} do not go together; give one of them")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} is not known here: use 'cpu' or 'cuda'")
     if device == "cuda" and not torch.cuda.is_available():

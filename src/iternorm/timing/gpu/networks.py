@@ -68,7 +68,7 @@ def run_network(network: Network, mode: str | None, candidates: dict[str, NormFa
         makers["IterNorm d=64 fused"] = partial(
             TrainingStep, nn.BatchNorm2d, SETTING, gpu.device, partial(_fused, network.make), *sizes
         )
-    rows = _timed(makers, gpu, rounds)
+    rows = timed(makers, gpu, rounds)
     return {
         "network": network.name,
         "batch_size": network.batch_size,
@@ -132,10 +132,12 @@ def run_junction(shape: Shape, gpu: Gpu, rounds: int) -> dict:
         "IterNorm compiled": (ours, True),
     }
     steps = {name: partial(JunctionStep, shape, gpu.device, *made) for name, made in makers.items()}
-    return {"shape": list(shape), "dtype": "bfloat16", "layout": "NHWC", "rows": _timed(steps, gpu, rounds)}
+    return {"shape": list(shape), "dtype": "bfloat16", "layout": "NHWC", "rows": timed(steps, gpu, rounds)}
 
 
-def _timed(makers: dict[str, Callable[[], Callable]], gpu: Gpu, rounds: int) -> list[dict]:
+def timed(
+    makers: dict[str, Callable[[], Callable]], gpu: Gpu, rounds: int, steps_a_timing: int = STEPS_A_TIMING
+) -> list[dict]:
     """A row for each, timed in turns; ratios are to the first."""
     rows, steps = [], {}
     torch.compiler.reset()
@@ -154,7 +156,7 @@ def _timed(makers: dict[str, Callable[[], Callable]], gpu: Gpu, rounds: int) -> 
                 row["failed"] = reason(error)
     for round_index, row in in_turns(rows, rounds, warmup=1):
         if row["failed"] is None:
-            elapsed = gpu.eager_ms(steps[row["name"]], STEPS_A_TIMING)
+            elapsed = gpu.eager_ms(steps[row["name"]], steps_a_timing)
             if round_index >= 0:
                 row["samples_ms"].append(elapsed)
     for row in rows:

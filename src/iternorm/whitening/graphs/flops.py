@@ -74,6 +74,23 @@ def _fused_backward(
     return 3 * _product(x, group_size) + _iteration(x, group_size, num_iters, 4)
 
 
+def _sync_whiten(
+    x, gathered, weight, bias, residual, mean, matrix, num_batches, momentum, is_covariance, group_size, num_iters, *_,
+    out_val=None, **__,
+) -> int:  # fmt: skip
+    return _product(x, group_size) + _iteration(x, group_size, num_iters, 3)
+
+
+def _sync_cross_moments(grad, x, weight, state, output, group_size, *_, out_val=None, **__) -> int:
+    return _product(x, group_size)
+
+
+def _sync_input_gradient(
+    grad, x, weight, state, total, output, group_size, num_iters, *_, out_val=None, **__
+) -> int:  # fmt: skip
+    return 2 * _product(x, group_size) + _iteration(x, group_size, num_iters, 4)
+
+
 def formulas() -> dict[Any, Callable[..., int]]:
     """By operator. Each is called as the operator is."""
     ops = torch.ops.iternorm
@@ -84,6 +101,10 @@ def formulas() -> dict[Any, Callable[..., int]]:
         ops.affine_pair: _affine_pair,
         ops.fused_forward: _fused_forward,
         ops.fused_backward: _fused_backward,
+        ops.sync_moments: _moments,
+        ops.sync_whiten: _sync_whiten,
+        ops.sync_cross_moments: _sync_cross_moments,
+        ops.sync_input_gradient: _sync_input_gradient,
     }
 
 

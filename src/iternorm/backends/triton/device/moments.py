@@ -9,6 +9,7 @@ needed and two runs give the same bits. A second, small kernel adds the partials
 import triton
 import triton.language as tl
 
+from iternorm.backends.triton.device.exchange import sent_places
 from iternorm.backends.triton.device.products import in_parts, split_dot
 from iternorm.backends.triton.device.running import copy_count
 from iternorm.backends.triton.device.tiles import (
@@ -184,6 +185,8 @@ def reduce_moments(
     variance_ptr,
     num_batches_ptr,
     batches_ptr,
+    whitening_ptr,
+    grad_weight_ptr,
     M,
     C,
     num_programs,
@@ -193,6 +196,8 @@ def reduce_moments(
     PB: tl.constexpr,
     SELF: tl.constexpr,
     COUNT: tl.constexpr,
+    SENT: tl.constexpr,
+    WEIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Join the partials of a group, one program a row: mean, covariance and variance, or Σ dy and Σ dy (x - mean)ᵀ.
@@ -200,6 +205,7 @@ def reduce_moments(
     A partial about its own pilot p is moved to a common anchor q, the first program's pilot, by
     Σ (x-q)(x-q)ᵀ = G + s δᵀ + δ sᵀ + n δ δᵀ with δ = p - q, and the sum from there to the mean (math.md, Eq. 4).
     With `COUNT` the number of batches so far is copied: a later launch counts this one while others of it read that.
+    With `SENT` the matrix is what other ranks are sent (`device/exchange.py`), and `WEIGHT` asks for d(γ) too.
     """
     follow(PDL)
     group = tl.program_id(0)
@@ -243,12 +249,27 @@ def reduce_moments(
         total_row = tl.sum(tl.where(columns == row, total, 0.0), 0)
         line = line / M - total_row * total
         total += anchor
-    tl.store(matrix_ptr + (group * BD + row) * BD + columns, line)
     member = columns < tl.minimum(D, C - group * D)
+    if SENT:
+        vector, matrices = sent_places(matrix_ptr, C, SELF)
+        inside = (columns < D) & (row < D)
+        tl.store(matrices + (group * D + row) * D + columns, line, mask=inside)
+        if WEIGHT:
+            whitening = tl.load(whitening_ptr + (group * D + row) * D + columns, mask=inside, other=0.0)
+            gradient = tl.sum(line * whitening, 0)
+            tl.store(grad_weight_ptr + group * D + row, gradient, mask=row < tl.minimum(D, C - group * D))
+        if row == 0:
+            tl.store(vector + group * D + columns, total, mask=member)
+            if SELF:
+                if group == 0:
+                    tl.store(matrix_ptr, M.to(tl.float32))
+    else:
+        tl.store(matrix_ptr + (group * BD + row) * BD + columns, line)
     if row == 0:
-        tl.store(vector_ptr + group * D + columns, total, mask=member)
+        if not (SENT and SELF):
+            tl.store(vector_ptr + group * D + columns, total, mask=member)
         if COUNT:
             if group == 0:
                 copy_count(num_batches_ptr, batches_ptr)
-    if SELF:
+    if SELF and not SENT:
         tl.store(variance_ptr + group * D + columns, line, mask=member & (columns == row))

@@ -11,9 +11,10 @@ counterpart there, with the same arguments.
 import triton
 import triton.language as tl
 
+from iternorm.backends.triton.device.exchange import sent_places
 from iternorm.backends.triton.device.moments import outer_product, rounded_pilot
 from iternorm.backends.triton.device.running import copy_count
-from iternorm.backends.triton.device.steps import tile_of
+from iternorm.backends.triton.device.steps import store_block, tile_of
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,
@@ -165,6 +166,8 @@ def wide_reduce(
     variance_ptr,
     num_batches_ptr,
     batches_ptr,
+    whitening_ptr,
+    grad_weight_ptr,
     M,
     C,
     num_programs,
@@ -176,9 +179,11 @@ def wide_reduce(
     PB: tl.constexpr,
     SELF: tl.constexpr,
     COUNT: tl.constexpr,
+    SENT: tl.constexpr,
+    WEIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`reduce_moments` by tiles of the matrix, `PB` partials at a time."""
+    """`reduce_moments` by tiles of the matrix, `PB` partials at a time, but without d(γ): a tile has no whole row."""
     follow(PDL)
     rows, columns, group = tile_of(BD, SIDE)
     across: tl.constexpr = BD // SIDE
@@ -225,14 +230,25 @@ def wide_reduce(
         total_columns = total_columns / M
         tile = tile / M - total_rows[:, None] * total_columns[None, :]
         total_rows += anchor_rows
-    tl.store(matrix_ptr + group * BD * BD + rows[:, None] * BD + columns[None, :], tile)
     member = rows < tl.minimum(D, C - group * D)
-    if tl.program_id(0) % across == 0:
-        tl.store(vector_ptr + group * D + rows, total_rows, mask=member)
+    first = tl.program_id(0) % across == 0
+    if SENT:
+        vector, matrices = sent_places(matrix_ptr, C, SELF)
+        store_block(matrices + group * D * D, rows, columns, tile, D, D == BD)
+        if first:
+            tl.store(vector + group * D + rows, total_rows, mask=member)
+        if SELF:
+            if (tl.program_id(0) == 0) & (group == 0):
+                tl.store(matrix_ptr, M.to(tl.float32))
+    else:
+        tl.store(matrix_ptr + group * BD * BD + rows[:, None] * BD + columns[None, :], tile)
+    if not (SENT and SELF):
+        if first:
+            tl.store(vector_ptr + group * D + rows, total_rows, mask=member)
     if COUNT:
         if (tl.program_id(0) == 0) & (group == 0):
             copy_count(num_batches_ptr, batches_ptr)
-    if SELF:
+    if SELF and not SENT:
         if tl.program_id(0) // across == tl.program_id(0) % across:
             diagonal = tl.sum(tl.where(rows[:, None] == columns[None, :], tile, 0.0), 1)
             tl.store(variance_ptr + group * D + rows, diagonal, mask=member)

@@ -1,0 +1,93 @@
+"""The local part of a synchronized layer: a training step in a process group whose ranks are not there."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from iternorm.timing.gpu.cases import Shape
+from iternorm.timing.gpu.clock import Gpu
+from iternorm.timing.gpu.networks import timed
+from iternorm.whitening import groups
+
+STEPS_A_TIMING = 20
+
+
+@contextmanager
+def absent_ranks(size: int) -> Iterator[None]:
+    """A process group of so many ranks, whose collectives cost one copy: all ranks have the batch of this one.
+
+    torch's "fake" group alone would copy what it gathers once for each rank, a launch each.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a process group is initialized already; run the benchmark without torchrun")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def gather(output: Tensor, values: Tensor, *_: Any, **__: Any) -> None:
+        output.view(size, -1).copy_(values.view(1, -1))
+
+    def reduce(*_: Any, **__: Any) -> None:
+        """Nothing to sum."""
+
+    replaced: dict[str, Any] = {"all_reduce": reduce}
+    # torch 2.13 has the second name too.
+    replaced |= {name: gather for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        with mock.patch.multiple(dist, **replaced):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+class LayerStep:
+    """Forward and backward of a layer, in bfloat16 and channels_last."""
+
+    def __init__(self, shape: Shape, device: torch.device, make: Callable[[int], nn.Module]):
+        generator = torch.Generator(device).manual_seed(0)
+        tensors = (torch.randn(shape, device=device, generator=generator) for _ in range(2))
+        self.x, self.grad = (t.bfloat16().contiguous(memory_format=torch.channels_last) for t in tensors)
+        self.x.requires_grad_()
+        self.layer = make(shape[1]).to(device)
+        self.parameters = tuple(self.layer.parameters())
+
+    def __call__(self) -> None:
+        torch.autograd.grad(self.layer(self.x), (self.x, *self.parameters), self.grad)
+
+
+def run_layers(shape: Shape, size: int, gpu: Gpu, rounds: int) -> dict:
+    """Time a step of SyncBatchNorm, IterNorm and SyncIterNorm, eager and interleaved, in a group of so many ranks."""
+    from iternorm.layers.norms import IterNorm2d
+    from iternorm.layers.sync import SyncIterNorm
+
+    group_size = 64
+    makers = {
+        "SyncBatchNorm": nn.SyncBatchNorm,
+        "IterNorm": partial(IterNorm2d, group_size=group_size),
+        "SyncIterNorm": partial(SyncIterNorm, group_size=group_size),
+    }
+    steps = {name: partial(LayerStep, shape, gpu.device, make) for name, make in makers.items()}
+    with absent_ranks(size):
+        rows = timed(steps, gpu, rounds, STEPS_A_TIMING)
+    alone = rows[1]["step_ms"]
+    for row in rows:
+        row["ratio_to_iter_norm"] = None if row["step_ms"] is None or alone is None else row["step_ms"] / alone
+    return {
+        "shape": list(shape),
+        "ranks": size,
+        "dtype": "bfloat16",
+        "layout": "NHWC",
+        "sent_bytes": sent_bytes(shape[1], group_size),
+        "rows": rows,
+    }
+
+
+def sent_bytes(channels: int, group_size: int) -> dict[str, int]:
+    """What a rank contributes to each collective: fp32 moments, and forward a count."""
+    matrices = groups.num_groups(channels, group_size) * groups.effective_size(channels, group_size) ** 2
+    return {"all_gather": 4 * (1 + channels + matrices), "all_reduce": 4 * (channels + matrices)}

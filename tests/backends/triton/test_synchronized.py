@@ -1,0 +1,141 @@
+"""Ranks whose moments go from kernel to collective to kernel equal one process: in Triton's interpreter, over gloo."""
+
+from dataclasses import replace
+
+import pytest
+import sync_kernels
+import sync_ranks
+import torch
+from sync_checks import SIZE, assert_equal_to_one_process, results_of, tolerance
+
+import iternorm
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("with a GPU the kernels are compiled: test_gpu_synchronized.py", allow_module_level=True)
+
+from iternorm.backends.triton import plan
+from iternorm.whitening import dispatch, synchronized
+from iternorm.whitening.collective import Group
+from iternorm.whitening.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return results_of("kernels", tmp_path_factory.mktemp("ranks"), 600)
+
+
+def in_torch(case):
+    """The case as one process computes it in fp64, by another backend."""
+    return replace(case, words={**case.words, "impl": "torch"})
+
+
+@pytest.mark.parametrize("name", sync_kernels.CASES)
+def test_ranks_equal_one_process_on_the_concatenated_batch(ranks, name):
+    assert_equal_to_one_process([rank[name] for rank in ranks], in_torch(sync_kernels.CASES[name]))
+
+
+@pytest.mark.rare
+def test_large_groups_over_ranks_equal_one_process(tmp_path):
+    ranks = results_of("large kernels", tmp_path, 900)
+    for name, case in sync_kernels.LARGE.items():
+        assert_equal_to_one_process([rank[name] for rank in ranks], in_torch(case))
+
+
+@pytest.mark.parametrize("name", sync_kernels.COMPILED)
+def test_full_graph_compile_equals_one_process(ranks, name):
+    assert_equal_to_one_process([rank["compiled", name] for rank in ranks], in_torch(sync_kernels.CASES[name]))
+
+
+def test_ranks_of_different_backends_understand_each_other(ranks):
+    case = in_torch(sync_kernels.CASES["ragged groups"])
+    assert_equal_to_one_process([rank["another backend"] for rank in ranks], case)
+
+
+def test_all_ranks_keep_the_same_statistics_to_the_last_bit(ranks):
+    for name in sync_kernels.CASES:
+        for rank in ranks[1:]:
+            for buffer, value in ranks[0][name][1].items():
+                assert torch.equal(rank[name][1][buffer], value), (name, buffer)
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_residual_and_an_activation(ranks, activation):
+    case = in_torch(sync_kernels.CASES["ragged groups"])
+    layer = iternorm.IterNorm2d(10, activation=activation, dtype=torch.float64, **case.words)
+    whole = [tuple(t.double() for t in pair) for pair in sync_ranks.batches(case)]
+    steps, buffers = sync_kernels.residual_steps(sync_ranks.prepared(layer), whole)
+    bound = tolerance(case)
+    for i, expected in enumerate(steps):
+        for name in "xyz":
+            parts = torch.cat([rank["residual", activation][0][i][name] for rank in ranks]).double()
+            torch.testing.assert_close(parts, expected[name], rtol=bound, atol=bound, msg=name)
+        for name in ("weight", "bias"):
+            total = sum(rank["residual", activation][0][i][name].double() for rank in ranks)
+            torch.testing.assert_close(total, expected[name], rtol=bound, atol=30 * bound, msg=name)
+    for name, value in buffers.items():
+        own = ranks[1]["residual", activation][1][name].to(value.dtype)
+        torch.testing.assert_close(own, value, rtol=bound, atol=bound)
+
+
+def test_one_collective_forward_one_backward(ranks):
+    expected = {"forward": ["all_gather_into_tensor"], "backward": ["all_reduce"]}
+    assert [rank["collectives"] for rank in ranks] == [expected] * SIZE
+
+
+def test_bad_input_is_refused_as_elsewhere(ranks):
+    for rank in ranks:
+        assert rank["one value"].startswith("ValueError: Expected more than 1 value per channel when training, got 1")
+        assert rank["second derivative"].startswith("RuntimeError: a graph of the backward (create_graph=True)")
+        assert rank["refused"].startswith('ValueError: impl="reference" does not synchronize')
+
+
+def test_without_a_gradient_of_the_input_those_of_the_parameters_stay_the_ranks_own(ranks):
+    for rank in ranks:
+        assert torch.equal(rank["weight alone"], torch.full((6,), 4.0))
+
+
+def test_the_kernels_are_chosen_with_a_process_group_too():
+    x = torch.randn(4, 6)
+    group = Group("some group", 3)
+    chosen = dispatch.choose(Settings(6, impl="triton", process_group=group), x)
+    assert chosen is dispatch.Backend.TRITON
+    assert dispatch.choose(Settings(6, impl="auto", process_group=group), x) is dispatch.Backend.VERBS
+    with pytest.raises(ValueError, match="correction"):
+        dispatch.choose(Settings(6, impl="triton", process_group=group, correction=1), x)
+
+
+@pytest.mark.parametrize("group_size", [4, 72])
+def test_launches_that_follow_a_collective_wait_for_all_of_it(group_size):
+    found = plan.plan_for(torch.randn(4, 72, 2, 2), None, None, group_size, 2, None, ranks=3).launches
+    assert not found["merge"].dependent
+    assert not found["unpack"].dependent
+    assert found["reduce"].dependent
+
+
+RARE = [pytest.param(layout, marks=pytest.mark.rare) for layout in ("planes", "wide")]
+
+
+@pytest.mark.parametrize("layout", ["rows", *RARE])
+def test_operators_keep_their_contracts(layout):
+    shape = (2, 130, 2, 3) if layout == "wide" else (3, 6, 2, 3)
+    x, grad, residual = (torch.randn(shape) for _ in range(3))
+    if layout == "rows":
+        x = x.contiguous(memory_format=torch.channels_last)
+    channels, size, steps = shape[1], min(shape[1], 4) if layout != "wide" else 130, 1 if layout == "wide" else 2
+    weight, bias = torch.rand(channels), torch.randn(channels)
+    check = torch.library.opcheck
+    check(synchronized.moments_op, (x, size))
+    sent = synchronized.moments_op(x, size)
+    gathered = torch.cat([sent, sent])
+    groups = -(-channels // size)
+    running = (torch.zeros(channels), torch.zeros(groups, size, size), torch.tensor(0))
+    asked = (size, steps, 1e-5, False, True, 2)
+    check(synchronized.whiten_op, (x, gathered, weight, bias, residual, *running, 0.1, False, *asked))
+    y, state = synchronized.whiten_op(x, gathered, weight, bias, residual, None, None, None, None, False, *asked)
+    assert y.stride() == x.stride()
+    for needs_residual in (False, True):
+        arguments = (grad, x, weight, state, y, size, steps, False, needs_residual, 2)
+        check(synchronized.cross_moments_op, arguments)
+    sent = synchronized.cross_moments_op(*arguments)[0]
+    check(synchronized.input_gradient_op, (grad, x, weight, state, sent, y, size, steps, 1e-5, False, 2))

@@ -1,0 +1,64 @@
+"""The benchmark of synchronized layers: what is timed, what is sent, what fails is said."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_gpu import FakeGpu
+
+from iternorm import IterNorm2d, SyncIterNorm, bench
+from iternorm.bench.gpu import synchronized as benchmark
+from iternorm.timing.gpu import synchronized as timing
+from iternorm.whitening import collective
+
+
+def test_layers_are_timed_in_a_group_of_absent_ranks(monkeypatch):
+    monkeypatch.setattr(benchmark, "SHAPES", ((4, 8, 3, 3),))
+    monkeypatch.setattr(benchmark, "RANKS", (2, 64))
+    saved, done = [], []
+    result = benchmark.run_synchronized(
+        rounds=2, gpu=FakeGpu(), save=lambda r: saved.append(len(r["layers"])), progress=done.append
+    )
+    assert saved == [1, 2]
+    assert done == ["4x8x3x3 2 ranks", "4x8x3x3 64 ranks"]
+    part = result["layers"][1]
+    assert part["ranks"] == 64
+    assert part["sent_bytes"] == {"all_gather": 4 * 73, "all_reduce": 4 * 72}
+    batch_norm, alone, together = part["rows"]
+    # SyncBatchNorm takes no CPU tensors.
+    assert batch_norm["failed"] is not None
+    assert together["name"] == "SyncIterNorm"
+    assert together["failed"] is None
+    assert len(together["samples_ms"]) == 2
+    assert together["ratio_to_iter_norm"] == alone["ratio_to_iter_norm"] == 1
+    text = "\n".join(benchmark.synchronized_lines(result))
+    assert "4x8x3x3, 64 ranks; SyncIterNorm sends 292 bytes forward (all-gather), 288 backward (all-reduce)" in text
+    assert "failed: SyncBatchNorm" in text
+    assert not dist.is_initialized()
+
+
+def test_absent_ranks_have_the_batch_of_this_one():
+    x = torch.randn(6, 8)
+    with timing.absent_ranks(5):
+        group = collective.active_group(None)
+        assert group is not None
+        sent = torch.arange(3.0) + 1
+        assert torch.equal(collective.gather_moments_eagerly(sent, group), sent.repeat(5))
+        assert torch.equal(collective.sum_over_ranks_eagerly(sent, group), sent)
+        layer = SyncIterNorm(8, group_size=4)
+        y = layer(x)
+        with pytest.raises(RuntimeError, match="initialized already"), timing.absent_ranks(2):
+            pass
+    torch.testing.assert_close(y, IterNorm2d(8, group_size=4)(x[:, :, None, None])[:, :, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "message"),
+    [
+        ("cpu", {}, "add --device cuda"),
+        ("cuda", {"networks": True}, "--networks and --sync do not go together"),
+        ("cuda", {"quick": True}, "--sync and --quick do not go together"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(device, words, message):
+    with pytest.raises(ValueError, match=message):
+        bench.check_arguments(device, 3, sync=True, **words)
