@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from iternorm.backends.triton import iteration, plan, runtime
+from iternorm.backends.triton import plan, runtime
 
 DTYPES = {"exact": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,6 +45,7 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
     # Triton calls no more of a driver than `Absent` has.
     driver.set_active(Absent(int(capability), int(shared_bytes)))  # pyright: ignore[reportArgumentType]
     runtime._known[0] = runtime.Device("a GPU that is not there", divmod(int(capability), 10), 100)
+    runtime._at_once = lambda compiled, device: 100
     torch.cuda.device = lambda index: nullcontext()
     torch.set_float32_matmul_precision("highest" if precision == "exact" else "high")
     size = int(more[0]) if more and more[0].isdigit() else 64
@@ -62,9 +63,7 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
     if made.iteration is None:
         iterates = ("whiten", "whiten_backward")
     else:
-        iterates = (*iteration.COMBINATIONS, "differentiate", "apply_backward")
-        if "many" in more:
-            iterates += ("settle", *(iteration.WATCHED + name for name in ("step", "last_step", "pair", "last_pair")))
+        iterates = ("iterate", "iterate_backward", "wide_weight_gradient", "apply_backward")
     for name in (*names, *iterates):
         launch = made.launches[name]
         bundle = launch.constants.get("TILE") or launch.constants.get("MATRICES")

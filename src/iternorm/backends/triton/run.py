@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from iternorm.backends.triton.iteration import meeting_place
 from iternorm.backends.triton.layout import (
     by_cublas,
     dense,
@@ -122,12 +123,13 @@ def forward(
     moments = (source, source, absent, absent, absent, absent, partials)
     reduction = (partials, covariance, batch_mean, variance, counter, batches, absent, absent)
     # The partial sums have been read by the time of the iteration, and leave their room to it.
+    place = None if plan.iteration is None else meeting_place(x)
     names, arguments = whitening_calls(
         plan,
         (source, target, added),
         (covariance, batch_mean, variance, whitening, iterates),
         (scale, shift, mean, matrix, counter, batches),
-        partials,
+        (partials, place if stream is None or place is None else place.data_ptr()),
         eps,
         momentum,
     )
@@ -143,7 +145,7 @@ def whitening_calls(plan: Plan, activations, batch, learned, work, eps, momentum
         activations: x, y, and what is added.
         batch: its covariance, mean, variance, whitening and iterates.
         learned: weight, bias, running mean and matrix, the counter of batches and the copy of it.
-        work: memory for the iteration of groups above 64 channels.
+        work: memory for the iteration of groups above 64 channels, and where its programs meet.
         eps: added to the diagonal of the covariance.
         momentum: of the running statistics.
     """
@@ -152,7 +154,8 @@ def whitening_calls(plan: Plan, activations, batch, learned, work, eps, momentum
         return ("whiten",), ((*activations, *batch, *learned, eps, rate),)
     covariance, batch_mean, variance, whitening, iterates = batch
     scale, shift, mean, matrix, counter, batches = learned
-    calls = plan.iteration.forward(covariance, whitening, iterates, work, eps)
+    room, place = work
+    calls = [plan.iteration.forward(covariance, whitening, iterates, room, place, eps)]
     if plan.key.running is not None:
         moments = (covariance, whitening, batch_mean, variance)
         calls.append(plan.iteration.blend(*moments, (mean, matrix), counter, batches, rate))
@@ -192,12 +195,13 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, 
     first = (gradient, source, positive, second_gradient, kept, mean, partials)
     arguments = (first, (partials, cross, grad_sum, absent, absent, absent, absent, absent))
     activations = (gradient, source, positive, target) if passed is None else (kept, source, absent, target)
+    place = None if plan.iteration is None else meeting_place(x)
     following, values = gradient_calls(
         plan,
         activations,
         (cross, covariance, mean, whitening, iterates, grad_sum),
         (scale, scale_gradient),
-        (partials, second),
+        (partials, second, place if stream is None or place is None else place.data_ptr()),
         eps,
         needs_input,
     )
@@ -215,7 +219,7 @@ def gradient_calls(plan: Plan, activations, batch, learned, work, eps, needs_inp
         activations: the gradient, x, the output or what is absent of it, and the gradient of x.
         batch: its cross moments, covariance, mean, whitening, iterates and summed gradient.
         learned: the weight and its gradient.
-        work: memory for the iteration of groups above 64 channels, and for B.
+        work: memory for the iteration of groups above 64 channels, for B, and where programs of the iteration meet.
         eps: added to the diagonal of the covariance.
         needs_input: whether the gradient of x is asked for, or the weight's alone.
     """
@@ -226,14 +230,15 @@ def gradient_calls(plan: Plan, activations, batch, learned, work, eps, needs_inp
             return ("whiten_backward",), ((*activations, *batch, *learned, eps),)
         weighted = plan.key.weight is not None
         return (("weight_gradient",), ((cross, whitening, scale_gradient),)) if weighted else ((), ())
-    room, second = work
-    matrices = (cross, covariance, whitening, iterates, scale, scale_gradient, room, second)
-    calls = plan.iteration.backward(*matrices, eps, 2 / plan.layout.samples)
-    if needs_input:
-        calls.append(("apply_backward", (*activations, whitening, second, mean, grad_sum, scale)))
-    # The gradient of the weight is complete with the first of them.
-    names, arguments = zip(*(calls if needs_input else calls[:1]), strict=True)
-    return names, arguments
+    room, second, place = work
+    matrices = (cross, covariance, whitening)
+    if not needs_input:
+        name, values = plan.iteration.weight_gradient(*matrices, scale, scale_gradient, room, eps)
+        return (name,), (values,)
+    work = (iterates, scale, scale_gradient, room, second, place)
+    name, values = plan.iteration.backward(*matrices, *work, eps, 2 / plan.layout.samples)
+    applied = (*activations, whitening, second, mean, grad_sum, scale)
+    return (name, "apply_backward"), (values, applied)
 
 
 def in_strides(tensor: Tensor | None, x: Tensor) -> Tensor | None:

@@ -4,6 +4,7 @@ Triton's own launch binds, types and hashes every argument each time. Here a ker
 and the types of its arguments, and launched from then on with plain addresses and numbers.
 """
 
+import ctypes
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -116,6 +117,8 @@ class Launch:
         dependent: whether it is a dependent launch, where the GPU has them: its programs start while the launch before
             is at work, and wait. They crowd on the multiprocessors that fall free first, if more of them fit there than
             should share one.
+        cooperative: whether all programs run at once and may wait for each other. The grid is then cut to as many as
+            fit, of which each does the work of several.
 
     Raises:
         triton.OutOfResources: the kernel asks for more shared memory than the device has.
@@ -133,27 +136,34 @@ class Launch:
         warps: int,
         device: torch.device,
         dependent: bool = True,
+        cooperative: bool = False,
     ):
         self.kernel = kernel
-        self.grid = grid
+        # The interpreter runs one program after the other: only one can wait for all.
+        self.grid = (1, 1) if INTERPRETED and cooperative else grid
         self.integers = integers
         self.constants = constants
         self.warps = warps
         self.dependent = dependent
+        self._options = {"num_warps": warps}
         if device.type == "cuda" and not INTERPRETED:
             # Of the others only the width matters: 2 stands for 32 bits, 2^31 for 64.
             typical = (n if i in specialized else (2 if n < 2**31 else 2**31) for i, n in enumerate(integers))
             types = (*pointers, *floats, *typical)
             able = device_of(device).launches_dependents
             fixed = (*constants.items(), ("PDL", able))
-            call, before, after = _compiled(kernel, types, fixed, warps, device.index, dependent and able)
+            options = (kernel, types, fixed, warps, device.index, dependent and able, cooperative)
+            call, before, after, at_once = _compiled(*options)
+            if cooperative:
+                self.grid = (min(grid[0], at_once), 1)
+                self._options["launch_cooperative_grid"] = True
             # What is called, and with what: the grid, then the stream, then this, the values, and this.
-            self.prepared = call, (*grid, 1), before, (*integers, *after)
+            self.prepared = call, (*self.grid, 1), before, (*integers, *after)
 
     def __call__(self, stream: int | None, values: tuple) -> None:
         """Launch on `stream` with addresses and floats, or with None through Triton with tensors."""
         if stream is None:
-            self.kernel[self.grid](*values, *self.integers, **self.constants, PDL=False, num_warps=self.warps)
+            self.kernel[self.grid](*values, *self.integers, **self.constants, PDL=False, **self._options)
         else:
             call, grid, before, after = self.prepared
             call(*grid, stream, *before, *values, *after)
@@ -196,14 +206,27 @@ class Launches:
 
 @functools.cache
 def _compiled(
-    kernel, types: tuple, constants: tuple, warps: int, device: int, dependent: bool
-) -> tuple[Any, tuple, tuple]:
-    """What to call, and what goes before and after the arguments of a launch."""
+    kernel, types: tuple, constants: tuple, warps: int, device: int, dependent: bool, cooperative: bool
+) -> tuple[Any, tuple, tuple, int]:
+    """What to call, what goes before and after the arguments of a launch, and how many programs can run at once."""
     with torch.cuda.device(device):
         # Programmatic dependent launch: the kernels wait for the launch before them by themselves.
-        compiled = kernel.warmup(*types, grid=(1,), **dict(constants), num_warps=warps, launch_pdl=dependent)
+        words = {"num_warps": warps, "launch_pdl": dependent, "launch_cooperative_grid": cooperative}
+        compiled = kernel.warmup(*types, grid=(1,), **dict(constants), **words)
         compiled._init_handles()
-    return *_call_of(compiled), tuple(value for _, value in constants)
+        at_once = _at_once(compiled, device) if cooperative else 0
+    return *_call_of(compiled), tuple(value for _, value in constants), at_once
+
+
+def _at_once(compiled, device: int) -> int:
+    """How many programs of a kernel a GPU can run at once: a question that only its driver answers."""
+    found = ctypes.c_int()
+    function, threads, shared = compiled.function, 32 * compiled.metadata.num_warps, compiled.metadata.shared
+    ask = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor
+    error = ask(ctypes.byref(found), ctypes.c_void_p(function), ctypes.c_int(threads), ctypes.c_size_t(shared))
+    if error:
+        raise RuntimeError(f"cuOccupancyMaxActiveBlocksPerMultiprocessor returned {error}")
+    return found.value * device_of(torch.device("cuda", device)).num_sms
 
 
 def _call_of(compiled) -> tuple[Any, tuple]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from iternorm.backends.triton.iteration import meeting_place
 from iternorm.backends.triton.layout import placed, split_of
 from iternorm.backends.triton.plan import Plan, plan_for
 from iternorm.backends.triton.run import NOT_RUNNING, gradient_calls, in_strides, parts_of, whitening_calls
@@ -74,10 +75,12 @@ def whiten(x, gathered, weight, bias, residual, plan: Plan, eps, running=None, z
     state = (x.new_zeros if zeroed and not plan.at.even else x.new_empty)(plan.at.size, dtype=torch.float32)
     y = torch.empty_like(x)
     # The partial sums of this rank are gone, and so is the room that they leave to the iteration.
-    room = None if plan.iteration is None else x.new_empty(plan.iteration.forward_work, dtype=torch.float32)
-    tensors = (x, y, residual, state, gathered, weight, bias, running_mean, running_matrix, room)
+    room = place = None
+    if plan.iteration is not None:
+        room, place = x.new_empty(plan.iteration.forward_work, dtype=torch.float32), meeting_place(x)
+    tensors = (x, y, residual, state, gathered, weight, bias, running_mean, running_matrix, room, place)
     stream, given = given_to(x.device, *tensors)
-    source, target, added, saved, received, scale, shift, mean, matrix, work = given
+    source, target, added, saved, received, scale, shift, mean, matrix, *work = given
     counter: Any = None if stream is None else 0
     if plan.counts:
         counter = num_batches if stream is None else num_batches.data_ptr()
@@ -152,8 +155,9 @@ def input_gradient(grad, x, weight, state, total, output, plan: Plan, eps) -> Te
     channels = -(-layout.channels // 4) * 4
     size = 2 * half + 2 * channels + (0 if iteration is None else iteration.backward_work)
     workspace = x.new_empty(size, dtype=torch.float32)
-    stream, given = given_to(x.device, x, grad, output, state, dx, weight, total, workspace)
-    source, gradient, positive, saved, target, scale, received, work = given
+    place = None if iteration is None else meeting_place(x)
+    stream, given = given_to(x.device, x, grad, output, state, dx, weight, total, workspace, place)
+    source, gradient, positive, saved, target, scale, received, work, met = given
     # The matrix for the kernels, B, the summed gradient, a gradient of the weight that nobody wants, the iteration's.
     offsets = (half, 2 * half, 2 * half + channels, 2 * half + 2 * channels)
     if stream is not None:
@@ -167,7 +171,7 @@ def input_gradient(grad, x, weight, state, total, output, plan: Plan, eps) -> Te
         (gradient, source, positive, target),
         (work, covariance, mean, whitening, iterates, grad_sum),
         (scale, scale if weight is None else unwanted),
-        (room, second),
+        (room, second, met),
         eps,
         True,
     )

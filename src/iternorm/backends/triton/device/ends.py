@@ -1,4 +1,4 @@
-"""What comes before and after the products of `iternorm.backends.triton.device.steps`.
+"""What comes before and after the products of `iternorm.backends.triton.device.steps`, tile by tile as there.
 
 A group has D channels, the last one what is left of C: beyond it matrices ``[G, N, N]`` are zero. Whitening matrices
 and running statistics are ``[G, D, D]``.
@@ -19,7 +19,6 @@ from iternorm.backends.triton.device.steps import (
     store_whitening,
     trace_of,
 )
-from iternorm.backends.triton.device.tiles import follow
 
 
 @triton.jit
@@ -29,9 +28,9 @@ def identity_of(rows, columns, size):
 
 
 @triton.jit
-def size_of(C, MATRICES: tl.constexpr):
-    """The channels that this program's group has."""
-    return tl.minimum(MATRICES.D, C - tl.program_id(1) * MATRICES.D)
+def size_of(group, C, MATRICES: tl.constexpr):
+    """The channels that a group has."""
+    return tl.minimum(MATRICES.D, C - group * MATRICES.D)
 
 
 @triton.jit
@@ -42,13 +41,13 @@ def start(
     out_ptr,
     eps,
     C,
+    tile,
+    group,
     MATRICES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """R_0 = Σ / tr Σ, Z_1 = (3 I - R_0)/2 and tr(Σ)^-1/2; for less than two `STEPS` only the whitening matrix."""
-    follow(PDL)
-    size = size_of(C, MATRICES)
-    rows, columns, group, matrix = place_of(MATRICES)
+    size = size_of(group, C, MATRICES)
+    rows, columns, matrix = place_of(tile, group, MATRICES)
     covariance_ptr += matrix
     trace = trace_of(covariance_ptr, size, eps, MATRICES)
     iterate = identity_of(rows, columns, size)
@@ -58,7 +57,7 @@ def start(
     if MATRICES.STEPS > 1:
         store_matrix(residual_ptr + matrix, rows, columns, residual, MATRICES)
         store_matrix(out_ptr + matrix, rows, columns, iterate, MATRICES)
-        if tl.program_id(0) == 0:
+        if tile == 0:
             tl.store(scale_ptr + group, tl.rsqrt(trace))
     else:
         store_whitening(out_ptr, group, rows, columns, tl.rsqrt(trace) * iterate, MATRICES)
@@ -76,9 +75,10 @@ def prepare(
     sums_ptr,
     eps,
     C,
+    tile,
+    group,
     MATRICES: tl.constexpr,
     AFFINE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """dR_0 = sym(dW) tr(Σ)^-1/2 and dZ_1 = -dR_0/2 of a gradient for W, and what each tile adds to that for the trace.
 
@@ -87,10 +87,8 @@ def prepare(
     N: tl.constexpr = MATRICES.N
     D: tl.constexpr = MATRICES.D
     EVEN: tl.constexpr = MATRICES.EVEN
-    # Of a chain that begins here the launch before may have written anything that is read.
-    follow(PDL)
-    size = size_of(C, MATRICES)
-    rows, columns, group, matrix = place_of(MATRICES)
+    size = size_of(group, C, MATRICES)
+    rows, columns, matrix = place_of(tile, group, MATRICES)
     covariance_ptr += matrix
     gradient_ptr += matrix
     whitening_ptr += group * D * D
@@ -98,7 +96,7 @@ def prepare(
     transposed = load_transposed(gradient_ptr, rows, columns, MATRICES)
     if AFFINE:
         weight_ptr += group * D
-        if tl.program_id(0) % tl.cdiv(N, MATRICES.SIDE) == 0:
+        if tile % tl.cdiv(N, MATRICES.SIDE) == 0:
             line = tl.arange(0, MATRICES.PADDED)
             full_rows = load_block(gradient_ptr, rows, line, N, EVEN and MATRICES.PADDED == N)
             full_rows *= load_block(whitening_ptr, rows, line, D, EVEN and MATRICES.PADDED == D)
@@ -115,7 +113,7 @@ def prepare(
         else:
             covariance = load_matrix(covariance_ptr, rows, columns, MATRICES) + eps * identity_of(rows, columns, size)
             through_trace += total(-0.5 * d_residual * (covariance / trace))
-    tl.store(sums_ptr + group * tl.num_programs(0) + tl.program_id(0), through_trace)
+    tl.store(sums_ptr + group * MATRICES.TILES + tile, through_trace)
 
 
 @triton.jit
@@ -127,21 +125,23 @@ def finish(
     eps,
     factor,
     C,
+    tile,
+    group,
     MATRICES: tl.constexpr,
-    TILES: tl.constexpr,
-    PDL: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
-    """The symmetric gradient for the covariance, times a factor: (dZ - t I) / tr(Σ), t the sum of the tiles' `sums`."""
-    size = size_of(C, MATRICES)
-    rows, columns, group, matrix = place_of(MATRICES)
-    # The forward's, so older than the launch before.
+    """The symmetric gradient for the covariance, times a factor: (dZ - t I) / tr(Σ), t the sum of the tiles' `sums`.
+
+    So many of these are added `TOGETHER`.
+    """
+    size = size_of(group, C, MATRICES)
+    rows, columns, matrix = place_of(tile, group, MATRICES)
     trace = trace_of(covariance_ptr + matrix, size, eps, MATRICES)
-    follow(PDL)
-    count = tl.num_programs(0)
+    count: tl.constexpr = MATRICES.TILES
     through_trace = 0.0
-    for begin in range(0, count, TILES):
-        tile = begin + tl.arange(0, TILES)
-        through_trace += tl.sum(tl.load(sums_ptr + group * count + tile, mask=tile < count, other=0.0), 0)
+    for begin in range(0, count, TOGETHER):
+        part = begin + tl.arange(0, TOGETHER)
+        through_trace += tl.sum(tl.load(sums_ptr + group * count + part, mask=part < count, other=0.0), 0)
     gradient = -through_trace * identity_of(rows, columns, size)
     if MATRICES.STEPS > 0:
         gradient += load_matrix(d_iterate_ptr + matrix, rows, columns, MATRICES)

@@ -1,8 +1,7 @@
-"""Products of matrices of groups above 64 channels, a launch each: the steps of Newton's iteration for such groups.
+"""The steps of Newton's iteration for groups above 64 channels, tile by tile of their matrices.
 
-The same form as in `newton`. A launch is a grid of tiles by matrices; what follows a product in the
-iteration (a factor, a matrix to add, a sum) is done in passing. `ends` is what comes before and after the products,
-`iternorm.backends.triton.iteration` puts the launches in order.
+The same form as in `newton`. What follows a product in the iteration (a factor, a matrix to add) is done in passing.
+`ends` is what comes before and after the products, and `iterate` has the kernels that put them together.
 
 Matrices are ``[G, N, N]``, contiguous, fp32, and zero beyond the group. Whitening matrices are ``[G, D, D]``.
 """
@@ -14,9 +13,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from iternorm.backends.triton.device.newton import total
-from iternorm.backends.triton.device.tiles import follow
-
 
 class Matrices(NamedTuple):
     """The matrices of a launch: the constants that a kernel is compiled for."""
@@ -25,6 +21,7 @@ class Matrices(NamedTuple):
     D: int  # channels of a group, rows of a whitening matrix
     PADDED: int  # N, rounded up to a power of two
     SIDE: int  # of a tile
+    TILES: int  # of a matrix
     EVEN: bool  # tiles fill the matrix: none is masked
     STEPS: int  # of the iteration; 2 stands for all above
     DEPTH: int  # of the blocks that a product goes through
@@ -75,19 +72,25 @@ def store_whitening(ptr, group, rows, columns, block, MATRICES: tl.constexpr):
 
 
 @triton.jit
+def tile_at(index, N: tl.constexpr, SIDE: tl.constexpr):
+    """Rows and columns of a tile of a matrix."""
+    across = tl.cdiv(N, SIDE)
+    side = tl.arange(0, SIDE)
+    return index // across * SIDE + side, index % across * SIDE + side
+
+
+@triton.jit
 def tile_of(N: tl.constexpr, SIDE: tl.constexpr):
     """Rows and columns of this program's tile, and the number of its matrix."""
-    across = tl.cdiv(N, SIDE)
-    rows = tl.program_id(0) // across * SIDE + tl.arange(0, SIDE)
-    columns = tl.program_id(0) % across * SIDE + tl.arange(0, SIDE)
+    rows, columns = tile_at(tl.program_id(0), N, SIDE)
     return rows, columns, tl.program_id(1).to(tl.int64)
 
 
 @triton.jit
-def place_of(MATRICES: tl.constexpr):
-    """`tile_of` a matrix ``[N, N]``, and where the matrix begins."""
-    rows, columns, group = tile_of(MATRICES.N, MATRICES.SIDE)
-    return rows, columns, group, group * MATRICES.N * MATRICES.N
+def place_of(tile, group, MATRICES: tl.constexpr):
+    """Rows and columns of a tile of a group's matrix, and where the matrix begins."""
+    rows, columns = tile_at(tile, MATRICES.N, MATRICES.SIDE)
+    return rows, columns, group * MATRICES.N * MATRICES.N
 
 
 @triton.jit
@@ -107,68 +110,52 @@ def add_product(a_ptr, b_ptr, matrix, rows, depth, columns, acc, MATRICES: tl.co
 
 
 @triton.jit
-def combine(
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    d_ptr,
-    e_ptr,
-    scale_ptr,
-    residual_ptr,
-    sums_ptr,
-    out_ptr,
-    alpha,
-    gamma,
-    MATRICES: tl.constexpr,
-    SECOND: tl.constexpr,
-    ADDED: tl.constexpr,
-    SCALED: tl.constexpr,
-    SUMMED: tl.constexpr,
-    WATCHED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """alpha (A B + C D) + gamma E, the second product and E where wanted.
-
-    `SCALED`: times a factor of the group, stored as a whitening matrix. `SUMMED`: the sum of its products with the
-    elements of R_0 is added to the tile's. `WATCHED`: B is an R, and where that has stopped the result is E.
-    """
-    follow(PDL)
-    rows, columns, group, matrix = place_of(MATRICES)
-    SIDE: tl.constexpr = MATRICES.SIDE
-    acc = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+def add_products(a_ptr, b_ptr, tile, group, acc, MATRICES: tl.constexpr):
+    """A tile of acc + A B."""
+    rows, columns, matrix = place_of(tile, group, MATRICES)
     for begin in tl.range(0, MATRICES.N, MATRICES.DEPTH, num_stages=MATRICES.STAGES):
         depth = begin + tl.arange(0, MATRICES.DEPTH)
         acc = add_product(a_ptr, b_ptr, matrix, rows, depth, columns, acc, MATRICES)
-        if SECOND:
-            acc = add_product(c_ptr, d_ptr, matrix, rows, depth, columns, acc, MATRICES)
-    acc = alpha * acc
-    if ADDED:
-        added = load_matrix(e_ptr + matrix, rows, columns, MATRICES)
-        acc += gamma * added
-        if WATCHED:
-            acc = tl.where(trace_of(b_ptr + matrix, MATRICES.N, 0.0, MATRICES) < 0.5, added, acc)
-    if SUMMED:
-        place = sums_ptr + group * tl.num_programs(0) + tl.program_id(0)
-        residual = load_matrix(residual_ptr + matrix, rows, columns, MATRICES)
-        tl.store(place, tl.load(place) + total(acc * residual))
-    if SCALED:
-        acc *= tl.load(scale_ptr + group)
-        store_whitening(out_ptr, group, rows, columns, acc, MATRICES)
-    else:
-        store_matrix(out_ptr + matrix, rows, columns, acc, MATRICES)
+    return acc
 
 
 @triton.jit
-def settle(
-    following_ptr,
-    residual_ptr,
-    out_ptr,
-    MATRICES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def empty_tile(MATRICES: tl.constexpr):
+    SIDE: tl.constexpr = MATRICES.SIDE
+    return tl.zeros([SIDE, SIDE], dtype=tl.float32)
+
+
+@triton.jit
+def multiply(a_ptr, b_ptr, out_ptr, tile, group, MATRICES: tl.constexpr):
+    """A B."""
+    rows, columns, matrix = place_of(tile, group, MATRICES)
+    acc = add_products(a_ptr, b_ptr, tile, group, empty_tile(MATRICES), MATRICES)
+    store_matrix(out_ptr + matrix, rows, columns, acc, MATRICES)
+
+
+@triton.jit
+def step(a_ptr, b_ptr, e_ptr, out_ptr, alpha, gamma, tile, group, MATRICES: tl.constexpr, WATCHED: tl.constexpr):
+    """alpha A B + gamma E. `WATCHED`: B is an R, and where that has stopped the result is E."""
+    rows, columns, matrix = place_of(tile, group, MATRICES)
+    acc = add_products(a_ptr, b_ptr, tile, group, empty_tile(MATRICES), MATRICES)
+    acc = finished_step(acc, b_ptr + matrix, e_ptr + matrix, alpha, gamma, rows, columns, MATRICES, WATCHED)
+    store_matrix(out_ptr + matrix, rows, columns, acc, MATRICES)
+
+
+@triton.jit
+def finished_step(acc, residual_ptr, e_ptr, alpha, gamma, rows, columns, MATRICES: tl.constexpr, WATCHED: tl.constexpr):
+    """Alpha times a tile of a product + gamma E, or E where the R at `residual_ptr` has stopped."""
+    added = load_matrix(e_ptr, rows, columns, MATRICES)
+    acc = alpha * acc + gamma * added
+    if WATCHED:
+        acc = tl.where(trace_of(residual_ptr, MATRICES.N, 0.0, MATRICES) < 0.5, added, acc)
+    return acc
+
+
+@triton.jit
+def settle(following_ptr, residual_ptr, out_ptr, tile, group, MATRICES: tl.constexpr):
     """The R that follows another, or zero where its trace has fallen: see `device/newton.py`."""
-    follow(PDL)
-    rows, columns, _, matrix = place_of(MATRICES)
+    rows, columns, matrix = place_of(tile, group, MATRICES)
     level = trace_of(following_ptr + matrix, MATRICES.N, 0.0, MATRICES)
     stopped = level < tl.maximum(trace_of(residual_ptr + matrix, MATRICES.N, 0.0, MATRICES) - 0.5, 0.5)
     block = load_matrix(following_ptr + matrix, rows, columns, MATRICES)
@@ -176,19 +163,10 @@ def settle(
 
 
 @triton.jit
-def differentiate(
-    shared_ptr,
-    residual_ptr,
-    d_residual_ptr,
-    out_ptr,
-    MATRICES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def differentiate(shared_ptr, residual_ptr, d_residual_ptr, out_ptr, tile, group, MATRICES: tl.constexpr):
     """dR of the next step from S = dR R: 9/4 dR - 3/2 (S + Sᵀ) + 1/4 (S R + R (S + Sᵀ)), symmetric but for rounding."""
-    follow(PDL)
-    rows, columns, _, matrix = place_of(MATRICES)
-    SIDE: tl.constexpr = MATRICES.SIDE
-    acc = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+    rows, columns, matrix = place_of(tile, group, MATRICES)
+    acc = empty_tile(MATRICES)
     for begin in tl.range(0, MATRICES.N, MATRICES.DEPTH, num_stages=MATRICES.STAGES):
         depth = begin + tl.arange(0, MATRICES.DEPTH)
         acc = add_product(shared_ptr, residual_ptr, matrix, rows, depth, columns, acc, MATRICES)
@@ -203,10 +181,9 @@ def differentiate(
 
 
 @triton.jit
-def symmetrize(matrix_ptr, out_ptr, MATRICES: tl.constexpr, PDL: tl.constexpr):
+def symmetrize(matrix_ptr, out_ptr, tile, group, MATRICES: tl.constexpr):
     """The symmetric part. What rounding leaves of the other part in dR grows 2.5 times a step where R = I."""
-    follow(PDL)
-    rows, columns, _, matrix = place_of(MATRICES)
+    rows, columns, matrix = place_of(tile, group, MATRICES)
     block = load_matrix(matrix_ptr + matrix, rows, columns, MATRICES)
     block += load_transposed(matrix_ptr + matrix, rows, columns, MATRICES)
     store_matrix(out_ptr + matrix, rows, columns, 0.5 * block, MATRICES)
