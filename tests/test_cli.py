@@ -87,7 +87,7 @@ def test_bench_on_cuda_prints_the_gpus_tables_and_writes_json(invoke, monkeypatc
     monkeypatch.setattr(bench.gpu, "lines", lambda result: ["[bold]one", "two " * 40])
     result = invoke("bench", "--device", "cuda", "--rounds", 7, "--quick", "--json", path)
     assert result.exit_code == 0, result.output
-    assert asked == [("cuda", 7, None, True, False), {"rounds": 7, "quick": True}]
+    assert asked == [("cuda", 7, None, True, False, False), {"rounds": 7, "quick": True}]
     assert result.stdout.startswith("[bold]one\n" + "two " * 40)
     assert json.loads(path.read_text()) == {"cases": []}
 
@@ -114,6 +114,7 @@ def test_bench_of_networks_writes_each_part_as_it_is_done(invoke, monkeypatch, t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["bench", "--sync"], "error: --sync times synchronized layers on a GPU, not on 'cpu'; add --device cuda\n"),
         (["bench", "--networks"], "error: --networks times training steps on a GPU, not on 'cpu'; add --device cuda\n"),
         (["bench", "--quick"], "error: quick=True is for device='cuda'; on a CPU use fewer rounds\n"),
         (["demo", "--epochs", "0"], "error: epochs=0 trains nothing: use 1 or more\n"),

@@ -1,6 +1,6 @@
 """SyncIterNorm and SyncDecorrelatedBatchNorm: whitening over the batches of all processes of a group.
 
-The statistics are exchanged by `iternorm.whitening.collective`: one collective forward, one backward.
+The statistics are exchanged by `iternorm.whitening.processes.collective`: one collective forward, one backward.
 """
 
 import copy
@@ -13,7 +13,7 @@ from torch.fx import Proxy
 from iternorm import solvers
 from iternorm.layers.base import WhiteningNorm
 from iternorm.layers.norms import _DecorrelatedBatchNorm, _IterNorm
-from iternorm.whitening import collective
+from iternorm.whitening.processes import collective
 
 Self = TypeVar("Self", bound="Synchronized")
 

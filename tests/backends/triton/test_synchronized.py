@@ -15,8 +15,9 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu_synchronized.py", allow_module_level=True)
 
 from iternorm.backends.triton import plan
-from iternorm.whitening import dispatch, synchronized
-from iternorm.whitening.collective import Group
+from iternorm.whitening import dispatch
+from iternorm.whitening.processes import synchronized
+from iternorm.whitening.processes.collective import Group
 from iternorm.whitening.settings import Settings
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iternorm.whitening import collective, groups, modes
+from iternorm.whitening import groups, modes
 from iternorm.whitening.autograd import NOT_OVER_PROCESSES
 from iternorm.whitening.dispatch import kernels
 from iternorm.whitening.fused import NO_RUNNING, wanted
 from iternorm.whitening.graphs import flops
+from iternorm.whitening.processes import collective
 from iternorm.whitening.settings import Running, Settings
 
 
