@@ -1,6 +1,6 @@
 """SyncIterNorm and SyncDecorrelatedBatchNorm: whitening over the batches of all processes of a group.
 
-The statistics are exchanged by `iternorm.whitening.processes.collective`: one collective forward, one backward.
+The statistics are exchanged by `iternorm.whitening.processes`: one collective forward, one backward.
 """
 
 import copy
@@ -96,10 +96,10 @@ class SyncIterNorm(Synchronized, _IterNorm):
     own part, which DDP or FSDP reduces. In eval, in a group of one process and outside any process group the layer
     works as IterNorm.
 
-    It runs on the CPU (gloo) and on CUDA (nccl), under `torch.compile(fullgraph=True)` too, with one collective
-    forward and one backward; the first training step of a layer takes one more to see that the ranks agree on the
-    layer, and `shuffle` one more in each step. Second derivatives (``create_graph=True``) do not reach over processes
-    and raise.
+    It runs on the CPU (gloo) and on CUDA (nccl), there in the same kernels as IterNorm, and under
+    `torch.compile(fullgraph=True)` too, with one collective forward and one backward. The first training step of a
+    layer takes one more to see that the ranks agree on the layer, and `shuffle` one more in each step. Second
+    derivatives (``create_graph=True``) do not reach over processes and raise.
 
     Args:
         num_features: C of an input ``[N, C, ...]`` of 2 to 5 dimensions.
