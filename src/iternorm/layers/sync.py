@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx import Proxy
 
 from iternorm import solvers
 from iternorm.layers.base import WhiteningNorm
@@ -33,16 +32,14 @@ class Synchronized(WhiteningNorm):
             name = "IterNorm" if isinstance(self, _IterNorm) else "DecorrelatedBatchNorm"
             raise ValueError(f'impl="{impl}" does not synchronize; use impl="auto", or {name}1d/2d/3d')
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        group = None if isinstance(input, Proxy) else self._process_group(input)
-        # A rank whose input does not fit its layer raises there; before that, its peers must hear of it.
+    def _process_group(self, input: Tensor) -> collective.Group | None:
+        group = collective.active_group(self.process_group)
+        # Asked before anything is checked: a rank whose input does not fit its layer raises, and its peers must hear of
+        # it first.
         if group is not None and self.training and self._agreed != group.name:
             self._check_agreement(input, group)
             self._agreed = group.name
-        return super().forward(input, residual)
-
-    def _process_group(self, input: Tensor) -> collective.Group | None:
-        return collective.active_group(self.process_group)
+        return group
 
     def _random_order(self, input: Tensor) -> Tensor:
         """The same permutation on all ranks: that of the sum of what each has drawn."""
