@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from iternorm.whitening import operators
-from iternorm.whitening.collective import merge_moments
+from iternorm.whitening.processes.collective import merge_moments
 
 # How many deviations from zero a mean is when it is summed once more, in fp64, and how many samples at a time.
 _FAR = 32

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from iternorm import solvers
 from iternorm.backends.torch import verbs as torch_verbs
-from iternorm.whitening import collective, groups, modes, operators
+from iternorm.whitening import groups, modes, operators
 from iternorm.whitening.operators import no_autocast
+from iternorm.whitening.processes import collective
 from iternorm.whitening.settings import Settings, regularized, unbiased
 
 NOT_OVER_PROCESSES = "{} does not reach over processes; use IterNorm in place of SyncIterNorm where it is needed"
