@@ -33,13 +33,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="CPU threads; torch's own number unless given")
     parser.add_argument("--quick", action="store_true", help="on cuda: two activations and few rounds, about a minute")
     parser.add_argument("--networks", action="store_true", help="on cuda: whole training steps, eager and compiled")
-    parser.add_argument("--only", nargs="*", help="with --networks: parts by name, such as 'VGG 256 eager'")
+    parser.add_argument("--roots", action="store_true", help="on cuda: roots of matrices, Whitener, GroupWhitening")
+    parser.add_argument("--only", nargs="*", help="with --networks or --roots: parts by name, as 'VGG 256 eager'")
     parser.add_argument("--json", type=Path, help="write all timings to this file")
     arguments = parser.parse_args()
     try:
-        bench.check_arguments(
-            arguments.device, arguments.rounds, arguments.threads, arguments.quick, arguments.networks
-        )
+        words = arguments.threads, arguments.quick, arguments.networks, arguments.roots
+        bench.check_arguments(arguments.device, arguments.rounds, *words)
     except ValueError as error:
         parser.error(str(error))
 
@@ -56,6 +56,9 @@ def main() -> None:
         if arguments.networks:
             result = bench.gpu.run_networks(rounds=arguments.rounds, only=arguments.only, progress=progress, save=save)
             lines = bench.gpu.network_lines(result)
+        elif arguments.roots:
+            result = bench.gpu.run_roots(rounds=arguments.rounds, only=arguments.only, progress=progress, save=save)
+            lines = bench.gpu.root_lines(result)
         else:
             result = bench.gpu.run(rounds=arguments.rounds, quick=arguments.quick, progress=progress, save=save)
             lines = bench.gpu.lines(result)

@@ -21,11 +21,15 @@ def bench(
     networks: Annotated[
         bool, typer.Option("--networks", help="On cuda: whole training steps, eager and compiled, instead of layers.")
     ] = False,
+    roots: Annotated[
+        bool,
+        typer.Option("--roots", help="On cuda: roots of matrices, Whitener and GroupWhitening, instead of layers."),
+    ] = False,
 ) -> None:
     """Time the layers, forward and backward, against a convolution, BatchNorm and the authors' formulation."""
     from iternorm import bench as benchmark
 
-    benchmark.check_arguments(device, rounds, threads, quick, networks)
+    benchmark.check_arguments(device, rounds, threads, quick, networks, roots)
     check_outputs(json)
 
     def save(result: dict) -> None:
@@ -37,11 +41,10 @@ def bench(
             write_text_atomically(json, dumps(result, indent=1) + "\n")
 
     with progress_bar() as progress:
-        if networks:
+        if networks or roots:
             task = progress.add_task("timing", total=None)
-            result = benchmark.gpu.run_networks(
-                rounds=rounds, progress=lambda part: progress.update(task, description=part), save=save
-            )
+            run_parts = benchmark.gpu.run_networks if networks else benchmark.gpu.run_roots
+            result = run_parts(rounds=rounds, progress=lambda part: progress.update(task, description=part), save=save)
         elif device == "cuda":
             task = progress.add_task("timing", total=benchmark.gpu.count_parts(quick))
 
@@ -54,7 +57,9 @@ def bench(
             result = benchmark.run(rounds=rounds, threads=threads, progress=lambda: progress.update(task, advance=1))
     save(result)
     if device == "cuda":
-        lines = benchmark.gpu.network_lines(result) if networks else benchmark.gpu.lines(result)
+        gpu = benchmark.gpu
+        lines_of = gpu.network_lines if networks else gpu.root_lines if roots else gpu.lines
+        lines = lines_of(result)
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     else:
         for case in result["cases"]:

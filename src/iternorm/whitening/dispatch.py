@@ -106,6 +106,24 @@ def iteration_for(backend: Backend, settings: Settings, x: Tensor) -> ModuleType
     return native_iteration if settings.impl == "native" else None
 
 
+def has_root_kernels(matrices: Tensor, p: int) -> bool:
+    """Whether the minimax iteration for the inverse p-th root of ``[..., d, d]`` runs in kernels.
+
+    They keep matrices in float16 parts. Those hold X from p = 2 on (for p = 1 it reaches 2^22), and M, which is at most
+    2^p, up to 8.
+    """
+    if not matrices.is_cuda or matrices.dtype != torch.float32 or not 2 <= p <= 8 or NO_TRITON is not None:
+        return False
+    return kernels().lacking(matrices.device.index) is None
+
+
+def has_moment_kernels(x: Tensor) -> bool:
+    """Whether the moments of all channels of `x` together are one pass in kernels: up to 128, a tile of channels."""
+    if not x.is_cuda or x.shape[1] > 128 or NO_TRITON is not None or modes.is_recorded(x):
+        return False
+    return kernels().unsupported(x, x.shape[1]) is None
+
+
 def _why_not_triton(x: Tensor, settings: Settings) -> str | None:
     """Why the Triton kernels cannot normalize `x`, or None."""
     if settings.solver not in ("newton", "zca"):

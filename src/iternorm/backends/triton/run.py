@@ -28,6 +28,7 @@ __all__ = [
     "dense",
     "forward",
     "lacking",
+    "moments",
     "on_device",
     "plan_of_state",
     "state_size",
@@ -138,6 +139,27 @@ def forward(
         application = (source, target, added, whitening, batch_mean, scale, shift)
         plan.run(stream, ("moments", "reduce", *names, "apply"), (moments, reduction, *arguments, application))
     return (y.contiguous() if transposed else y), state, plan
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean ``[C]`` and biased covariance ``[C, C]`` of all channels together, in fp32: one pass over the activation."""
+    channels = x.shape[1]
+    plan = plan_for(x, None, None, channels, 0, None)
+    if plan.copied:
+        x = placed(x, channels)
+    state = x.new_empty(plan.at.size, dtype=torch.float32)
+    stream, (source, saved) = given_to(x.device, x, state)
+    partials: Any = plan.workspace(x, "moments")
+    absent = None
+    if stream is not None:
+        absent, partials = 0, partials.data_ptr()
+    mean, variance, _, covariance, *_ = _parts_of(saved, plan)
+    first = (source, source, absent, absent, absent, absent, partials)
+    with on_device(x.device):
+        plan.run(stream, ("moments", "reduce"), (first, (partials, covariance, mean, variance, absent, absent)))
+    padded = plan.layout.padded
+    matrix = state[plan.at.covariance :][: padded**2].view(padded, padded)
+    return state[:channels], matrix[:channels, :channels]
 
 
 def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, more=None):

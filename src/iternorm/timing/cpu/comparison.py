@@ -57,13 +57,21 @@ def run(
 
 
 def check_arguments(
-    device: str, rounds: int, threads: int | None = None, quick: bool = False, networks: bool = False
+    device: str,
+    rounds: int,
+    threads: int | None = None,
+    quick: bool = False,
+    networks: bool = False,
+    roots: bool = False,
 ) -> None:
     """Raise a ValueError for what `run` and `gpu.run` of the benchmark cannot do."""
     if networks and device != "cuda":
         raise ValueError(f"--networks times training steps on a GPU, not on {device!r}; add --device cuda")
-    if networks and quick:
-        raise ValueError("--networks and --quick do not go together; give one of them")
+    if roots and device != "cuda":
+        raise ValueError(f"--roots times roots of matrices on a GPU, not on {device!r}; add --device cuda")
+    asked = [name for name, is_asked in (("--networks", networks), ("--roots", roots), ("--quick", quick)) if is_asked]
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked)} do not go together; give one of them")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} is not known here: use 'cpu' or 'cuda'")
     if device == "cuda" and not torch.cuda.is_available():
