@@ -11,7 +11,9 @@ if torch.cuda.is_available():
 
 from checks import covariance_with, relative_error
 
+from iternorm.linalg import inverse_root
 from iternorm.linalg.roots import root_op
+from iternorm.whitening import dispatch
 
 ROUNDING = torch.finfo(torch.float32).eps
 
@@ -74,3 +76,37 @@ def test_what_is_not_finite_stays_in_its_matrix(value):
 
 def test_there_may_be_no_matrix():
     assert root_op(torch.ones(0, 3, 3), 2).shape == (0, 3, 3)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(dispatch, "has_root_kernels", lambda matrices, p: matrices.dtype == torch.float32)
+
+
+def test_inverse_root_goes_through_the_kernels_and_its_gradient_is_exact(as_on_a_gpu):
+    A = with_condition(20, 6, 2).float()
+    skew = torch.randn(2, 6, 6)
+    # The kernels take the symmetric part themselves, of a gradient that is not symmetric too.
+    leaf = (A + skew - skew.mT).requires_grad_()
+    root = inverse_root(leaf, 4, eps=0.1, method="minimax", check=False)
+    assert torch.equal(root.detach(), root_op(leaf.detach() + 0.1 * torch.eye(6), 4))
+    grad = torch.randn(2, 6, 6)
+    (found,) = torch.autograd.grad(root, leaf, grad, retain_graph=True)
+    double = A.double().requires_grad_()
+    (wanted,) = torch.autograd.grad(inverse_root(double, 4, eps=0.1, method="eigh"), double, grad.double())
+    assert relative_error(found, wanted) < 1e-5
+    (again,) = torch.autograd.grad(root, leaf, grad, create_graph=True)
+    torch.autograd.grad(again.square().sum(), leaf)
+
+
+def test_it_compiles_to_one_graph_with_the_kernels_in_it(as_on_a_gpu):
+    A = with_condition(10, 8, 2).float().requires_grad_()
+    compiled = torch.compile(lambda a: inverse_root(a, 2, method="minimax"), fullgraph=True, backend="aot_eager")
+    y, eager = compiled(A), inverse_root(A, 2, method="minimax")
+    assert torch.equal(y, eager)
+    grads = [torch.autograd.grad(root.square().sum(), A)[0] for root in (y, eager)]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+
+def test_the_operator_is_what_it_says():
+    torch.library.opcheck(root_op, (with_condition(10, 5, 2).float(), 2))
