@@ -2,7 +2,7 @@
 
 `impl="auto"` takes the Triton kernels on CUDA tensors in half, bfloat16 or single precision, for Newton's iteration
 with groups of up to 1024 channels, and for ZCA with groups of up to 64, which they compute by that iteration run to
-convergence; where cuBLAS is faster at moments and maps, they compute the iteration alone. On the CPU it takes C kernels
+convergence; where cuBLAS is faster at moments and maps, and for ZCA above 64, they compute the iteration alone. On the CPU it takes C kernels
 for training in single and double precision, where the machine has a C compiler and they are faster, and for the
 iteration in any precision. It takes torch for the rest. An implementation that is named and cannot run raises.
 """
@@ -138,9 +138,9 @@ def _has_iteration(settings: Settings, x: Tensor) -> bool:
 
     A compiler sees the torch path's products, which it can place in a graph.
     """
-    if not x.is_cuda or settings.solver != "newton" or x.dtype == torch.float64 or modes.is_recorded(x):
+    if not x.is_cuda or settings.solver not in ("newton", "zca") or x.dtype == torch.float64 or modes.is_recorded(x):
         return False
-    if NO_TRITON is not None or settings.num_iters < 2 or settings.group_size < 64:
+    if NO_TRITON is not None or settings.steps < 2 or settings.group_size < 64:
         return False
     return kernels().lacking(x.device.index) is None
 

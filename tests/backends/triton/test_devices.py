@@ -90,6 +90,21 @@ def test_large_activations_in_wide_groups_are_left_to_cublas_in_fp32(gpu, monkey
         assert chosen("auto", x.new_empty(x.shape, dtype=torch.bfloat16), 1024) is Backend.TRITON
 
 
+def test_zca_of_groups_above_64_runs_the_iteration_in_kernels(gpu, monkeypatch):
+    gpu("H200")
+    monkeypatch.setattr(dispatch.modes, "is_recorded", lambda *tensors: False)
+    x = activation(128)
+    for size, impl, backend in (
+        (64, "auto", Backend.TRITON),
+        (128, "auto", Backend.TRITON_ITERATION),
+        (128, "torch", Backend.VERBS),
+    ):
+        assert dispatch.choose(Settings(size, "zca", 0, impl=impl), x) is backend
+    assert dispatch.choose(Settings(128, "pca", 0), x) is Backend.VERBS
+    # What the kernels of a whole layer do not know, eps and the covariance's correction do.
+    assert dispatch.choose(Settings(64, "zca", 0, correction=1), x) is Backend.TRITON_ITERATION
+
+
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
