@@ -2,9 +2,10 @@
 
 `impl="auto"` takes the Triton kernels on CUDA tensors in half, bfloat16 or single precision, for Newton's iteration
 with groups of up to 1024 channels, and for ZCA with groups of up to 64, which they compute by that iteration run to
-convergence; where cuBLAS is faster at moments and maps, and for ZCA above 64, they compute the iteration alone. On the CPU it takes C kernels
-for training in single and double precision, where the machine has a C compiler and they are faster, and for the
-iteration in any precision. It takes torch for the rest. An implementation that is named and cannot run raises.
+convergence; where cuBLAS is faster at moments and maps, and for ZCA above 64, they compute the iteration alone. On the
+CPU it takes C kernels for training in single and double precision, where the machine has a C compiler and they are
+faster, and for the iteration in any precision. It takes torch for the rest. An implementation that is named and cannot
+run raises.
 """
 
 import enum

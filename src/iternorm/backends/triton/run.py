@@ -18,7 +18,7 @@ from iternorm.backends.triton.layout import (
     unsupported,
 )
 from iternorm.backends.triton.plan import Plan, plan_for
-from iternorm.backends.triton.precision import newton_split, split_for
+from iternorm.backends.triton.precision import Split, newton_split, split_for
 from iternorm.backends.triton.runtime import given_to, lacking, on_device
 
 __all__ = [
@@ -143,8 +143,10 @@ def forward(
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean ``[C]`` and biased covariance ``[C, C]`` of all channels together, in fp32: one pass over the activation."""
-    channels = x.shape[1]
-    plan = plan_for(x, None, None, channels, 0, None)
+    channels, split = x.shape[1], split_for(x.dtype)
+    # What is left of a bfloat16 when a mean is subtracted is none any more.
+    split = Split.TWO_PARTS if split == Split.ONE_PART else split
+    plan = plan_for(x, None, None, channels, 0, None, split=split)
     if plan.copied:
         x = placed(x, channels)
     state = x.new_empty(plan.at.size, dtype=torch.float32)
