@@ -213,12 +213,26 @@ def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):
     ],
 )
 def test_the_kernels_compile_for_other_gpus(name, arguments, tmp_path):
+    asked = shared_bytes(name, arguments, tmp_path)
+    assert {"moments", "reduce", "cross_moments", "apply"} < set(asked)
+    assert max(asked.values()) <= GPUS[name][2]
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("name", ["A100", "RTX 4090", "H200"])
+@pytest.mark.parametrize("size", ["100", "1024"])
+def test_the_kernels_of_matrix_roots_compile(name, size, tmp_path):
+    asked = shared_bytes(name, ("roots", size), tmp_path)
+    assert set(asked) == {"bound", "begin", "multiply", "step", "finish"}
+    assert max(asked.values()) <= GPUS[name][2]
+
+
+def shared_bytes(name, arguments, folder):
+    """The shared memory that each launch asks for on a GPU, compiled in another process."""
     major, minor, shared = GPUS[name]
     script = Path(__file__).parents[2] / "helpers" / "compile_for.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
     command = [sys.executable, str(script), f"{major}{minor}", str(shared), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    asked = {line.split()[0]: int(line.split()[-1]) for line in done.stdout.splitlines()}
-    assert {"moments", "reduce", "cross_moments", "apply"} < set(asked)
-    assert max(asked.values()) <= shared
+    return {line.split()[0]: int(line.split()[-1]) for line in done.stdout.splitlines()}
