@@ -34,18 +34,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="on cuda: two activations and few rounds, about a minute")
     parser.add_argument("--networks", action="store_true", help="on cuda: whole training steps, eager and compiled")
     parser.add_argument("--sync", action="store_true", help="on cuda: the local part of synchronized layers")
-    parser.add_argument("--only", nargs="*", help="with --networks: parts by name, such as 'VGG 256 eager'")
+    parser.add_argument("--roots", action="store_true", help="on cuda: roots of matrices, Whitener, GroupWhitening")
+    parser.add_argument("--only", nargs="*", help="with --networks or --roots: parts by name, as 'VGG 256 eager'")
     parser.add_argument("--json", type=Path, help="write all timings to this file")
     arguments = parser.parse_args()
     try:
-        bench.check_arguments(
-            arguments.device,
-            arguments.rounds,
-            arguments.threads,
-            arguments.quick,
-            arguments.networks,
-            arguments.sync,
-        )
+        parts = arguments.networks, arguments.sync, arguments.roots
+        bench.check_arguments(arguments.device, arguments.rounds, arguments.threads, arguments.quick, *parts)
     except ValueError as error:
         parser.error(str(error))
 
@@ -65,6 +60,9 @@ def main() -> None:
         elif arguments.sync:
             result = bench.gpu.run_synchronized(rounds=arguments.rounds, progress=progress, save=save)
             lines = bench.gpu.synchronized_lines(result)
+        elif arguments.roots:
+            result = bench.gpu.run_roots(rounds=arguments.rounds, only=arguments.only, progress=progress, save=save)
+            lines = bench.gpu.root_lines(result)
         else:
             result = bench.gpu.run(rounds=arguments.rounds, quick=arguments.quick, progress=progress, save=save)
             lines = bench.gpu.lines(result)

@@ -24,6 +24,8 @@ def markdown(result: dict) -> str:
     """The table of a result of any kind: of a GPU, of a CPU, or of spectra."""
     if "spectrum" in result:
         return spectrum(result)
+    if "roots" in result:
+        return bench.gpu.markdown_roots(result)
     if "networks" in result:
         return bench.gpu.markdown_networks(result)
     return bench.gpu.markdown(result) if "training" in result else bench.markdown(result)

@@ -34,3 +34,11 @@ def poisoned_memory():
     yield
     torch.use_deterministic_algorithms(previous[0])
     switch.fill_uninitialized_memory = previous[1]
+
+
+@pytest.fixture
+def precision():
+    """Sets the precision of matrix products of fp32; what it was before comes back."""
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)

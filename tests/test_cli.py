@@ -87,15 +87,21 @@ def test_bench_on_cuda_prints_the_gpus_tables_and_writes_json(invoke, monkeypatc
     monkeypatch.setattr(bench.gpu, "lines", lambda result: ["[bold]one", "two " * 40])
     result = invoke("bench", "--device", "cuda", "--rounds", 7, "--quick", "--json", path)
     assert result.exit_code == 0, result.output
-    assert asked == [("cuda", 7, None, True, False), {"rounds": 7, "quick": True}]
+    assert asked == [("cuda", 7, None, True, False, False), {"rounds": 7, "quick": True}]
     assert result.stdout.startswith("[bold]one\n" + "two " * 40)
     assert json.loads(path.read_text()) == {"cases": []}
 
 
-def test_bench_of_networks_writes_each_part_as_it_is_done(invoke, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("option", "run_name", "lines_name"),
+    [("--networks", "run_networks", "network_lines"), ("--sync", "run_synchronized", "synchronized_lines")],
+)
+def test_bench_of_other_things_writes_each_part_as_it_is_done(
+    option, run_name, lines_name, invoke, monkeypatch, tmp_path
+):
     path = tmp_path / "networks.json"
 
-    def run_networks(**arguments):
+    def run(**arguments):
         arguments["progress"]("a part")
         arguments["save"]({"networks": ["one"]})
         assert json.loads(path.read_text()) == {"networks": ["one"]}
@@ -103,9 +109,9 @@ def test_bench_of_networks_writes_each_part_as_it_is_done(invoke, monkeypatch, t
         return {"networks": []}
 
     monkeypatch.setattr(bench, "check_arguments", lambda *arguments: None)
-    monkeypatch.setattr(bench.gpu, "run_networks", run_networks)
-    monkeypatch.setattr(bench.gpu, "network_lines", lambda result: ["a line"])
-    result = invoke("bench", "--device", "cuda", "--networks", "--rounds", 3, "--json", path)
+    monkeypatch.setattr(bench.gpu, run_name, run)
+    monkeypatch.setattr(bench.gpu, lines_name, lambda result: ["a line"])
+    result = invoke("bench", "--device", "cuda", option, "--rounds", 3, "--json", path)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("a line\n")
     assert json.loads(path.read_text()) == {"networks": []}
@@ -114,6 +120,7 @@ def test_bench_of_networks_writes_each_part_as_it_is_done(invoke, monkeypatch, t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["bench", "--sync"], "error: --sync times synchronized layers on a GPU, not on 'cpu'; add --device cuda\n"),
         (["bench", "--networks"], "error: --networks times training steps on a GPU, not on 'cpu'; add --device cuda\n"),
         (["bench", "--quick"], "error: quick=True is for device='cuda'; on a CPU use fewer rounds\n"),
         (["demo", "--epochs", "0"], "error: epochs=0 trains nothing: use 1 or more\n"),

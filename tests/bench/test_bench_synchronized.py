@@ -8,7 +8,7 @@ from fake_gpu import FakeGpu
 from iternorm import IterNorm2d, SyncIterNorm, bench
 from iternorm.bench.gpu import synchronized as benchmark
 from iternorm.timing.gpu import synchronized as timing
-from iternorm.whitening import collective
+from iternorm.whitening.processes import collective
 
 
 def test_layers_are_timed_in_a_group_of_absent_ranks(monkeypatch):

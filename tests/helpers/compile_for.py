@@ -1,6 +1,7 @@
 """Compile a layer's kernels for a GPU that is not there.
 
     python compile_for.py CAPABILITY SHARED_BYTES exact|tf32|bf16|fp16 rows|planes [GROUP_SIZE] [relu] [many] [ranks]
+    python compile_for.py CAPABILITY SHARED_BYTES roots ROWS
 
 With `many`, for 24 steps in place of 5; with `ranks`, for a layer that 8 of them share. Prints, for each launch, its
 name, the samples of a tile, its stages, and what it asks for of shared memory.
@@ -15,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from iternorm.backends.triton import plan, runtime
+from iternorm.backends.triton import plan, roots, runtime
+from iternorm.linalg.roots import _schedule
 
 DTYPES = {"exact": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,12 +43,25 @@ class Absent:
         return 0
 
 
+def print_roots(size: int) -> None:
+    """The launches of inverse roots of matrices of so many rows."""
+    steps, damping = _schedule(torch.float32, 4, "minimax")
+    chain = roots._chain_for(16, size, steps, 4, damping, torch.device("cuda", 0))
+    for name in ("bound", "begin", "multiply", "step", "finish"):
+        launch = chain._launches[name]
+        matrices = launch.constants["MATRICES"]
+        print(name, matrices.DEPTH, matrices.STAGES, launch.prepared[0].metadata.shared)
+
+
 def main(capability: str, shared_bytes: str, precision: str, layout: str, *more: str) -> None:
     # Triton calls no more of a driver than `Absent` has.
     driver.set_active(Absent(int(capability), int(shared_bytes)))  # pyright: ignore[reportArgumentType]
     runtime._known[0] = runtime.Device("a GPU that is not there", divmod(int(capability), 10), 100)
     runtime._at_once = lambda compiled, device: 100
     torch.cuda.device = lambda index: nullcontext()
+    if precision == "roots":
+        print_roots(int(layout))
+        return
     torch.set_float32_matmul_precision("highest" if precision == "exact" else "high")
     size = int(more[0]) if more and more[0].isdigit() else 64
     with FakeTensorMode():

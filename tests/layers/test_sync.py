@@ -10,7 +10,7 @@ from sync_ranks import CASES
 from torch import nn
 
 import iternorm
-from iternorm.whitening import collective
+from iternorm.whitening.processes import collective
 
 
 @pytest.fixture(scope="module")

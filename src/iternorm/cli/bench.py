@@ -24,11 +24,15 @@ def bench(
     sync: Annotated[
         bool, typer.Option("--sync", help="On cuda: the local part of synchronized layers, instead of layers.")
     ] = False,
+    roots: Annotated[
+        bool,
+        typer.Option("--roots", help="On cuda: roots of matrices, Whitener and GroupWhitening, instead of layers."),
+    ] = False,
 ) -> None:
     """Time the layers, forward and backward, against a convolution, BatchNorm and the authors' formulation."""
     from iternorm import bench as benchmark
 
-    benchmark.check_arguments(device, rounds, threads, quick, networks, sync)
+    benchmark.check_arguments(device, rounds, threads, quick, networks, sync, roots)
     check_outputs(json)
 
     def save(result: dict) -> None:
@@ -40,10 +44,11 @@ def bench(
             write_text_atomically(json, dumps(result, indent=1) + "\n")
 
     with progress_bar() as progress:
-        if networks or sync:
+        if networks or sync or roots:
             task = progress.add_task("timing", total=None)
-            run = benchmark.gpu.run_networks if networks else benchmark.gpu.run_synchronized
-            result = run(rounds=rounds, progress=lambda part: progress.update(task, description=part), save=save)
+            gpu = benchmark.gpu
+            run_parts = gpu.run_networks if networks else gpu.run_synchronized if sync else gpu.run_roots
+            result = run_parts(rounds=rounds, progress=lambda part: progress.update(task, description=part), save=save)
         elif device == "cuda":
             task = progress.add_task("timing", total=benchmark.gpu.count_parts(quick))
 
@@ -57,8 +62,8 @@ def bench(
     save(result)
     if device == "cuda":
         gpu = benchmark.gpu
-        written = gpu.network_lines if networks else gpu.synchronized_lines if sync else gpu.lines
-        lines = written(result)
+        written = (networks, gpu.network_lines), (sync, gpu.synchronized_lines), (roots, gpu.root_lines)
+        lines = next((lines_of for asked, lines_of in written if asked), gpu.lines)(result)
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     else:
         for case in result["cases"]:

@@ -10,10 +10,11 @@ from torch.fx import Proxy
 from iternorm.backends.torch.verbs import compute_dtype
 from iternorm.layers import checkpoints
 from iternorm.layers.batchnorm import BatchNormWithoutVariance
-from iternorm.whitening import dispatch, fused, groups, modes, synchronized, validation
+from iternorm.whitening import dispatch, fused, groups, modes, validation
 from iternorm.whitening.autograd import inverse_sqrt
 from iternorm.whitening.dispatch import Backend
 from iternorm.whitening.normalize import normalize
+from iternorm.whitening.processes import synchronized
 from iternorm.whitening.settings import Running, Settings
 
 RUNNING = ("whitening", "covariance")

@@ -1,6 +1,6 @@
 """SyncIterNorm and SyncDecorrelatedBatchNorm: whitening over the batches of all processes of a group.
 
-The statistics are exchanged by `iternorm.whitening.collective`: one collective forward, one backward.
+The statistics are exchanged by `iternorm.whitening.processes`: one collective forward, one backward.
 """
 
 import copy
@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx import Proxy
 
 from iternorm import solvers
 from iternorm.layers.base import WhiteningNorm
 from iternorm.layers.norms import _DecorrelatedBatchNorm, _IterNorm
-from iternorm.whitening import collective
+from iternorm.whitening.processes import collective
 
 Self = TypeVar("Self", bound="Synchronized")
 
@@ -33,16 +32,14 @@ class Synchronized(WhiteningNorm):
             name = "IterNorm" if isinstance(self, _IterNorm) else "DecorrelatedBatchNorm"
             raise ValueError(f'impl="{impl}" does not synchronize; use impl="auto", or {name}1d/2d/3d')
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        group = None if isinstance(input, Proxy) else self._process_group(input)
-        # A rank whose input does not fit its layer raises there; before that, its peers must hear of it.
+    def _process_group(self, input: Tensor) -> collective.Group | None:
+        group = collective.active_group(self.process_group)
+        # Asked before anything is checked: a rank whose input does not fit its layer raises, and its peers must hear of
+        # it first.
         if group is not None and self.training and self._agreed != group.name:
             self._check_agreement(input, group)
             self._agreed = group.name
-        return super().forward(input, residual)
-
-    def _process_group(self, input: Tensor) -> collective.Group | None:
-        return collective.active_group(self.process_group)
+        return group
 
     def _random_order(self, input: Tensor) -> Tensor:
         """The same permutation on all ranks: that of the sum of what each has drawn."""
@@ -96,10 +93,10 @@ class SyncIterNorm(Synchronized, _IterNorm):
     own part, which DDP or FSDP reduces. In eval, in a group of one process and outside any process group the layer
     works as IterNorm.
 
-    It runs on the CPU (gloo) and on CUDA (nccl), under `torch.compile(fullgraph=True)` too, with one collective
-    forward and one backward; the first training step of a layer takes one more to see that the ranks agree on the
-    layer, and `shuffle` one more in each step. Second derivatives (``create_graph=True``) do not reach over processes
-    and raise.
+    It runs on the CPU (gloo) and on CUDA (nccl), there in the same kernels as IterNorm, and under
+    `torch.compile(fullgraph=True)` too, with one collective forward and one backward. The first training step of a
+    layer takes one more to see that the ranks agree on the layer, and `shuffle` one more in each step. Second
+    derivatives (``create_graph=True``) do not reach over processes and raise.
 
     Args:
         num_features: C of an input ``[N, C, ...]`` of 2 to 5 dimensions.

@@ -13,8 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from iternorm.backends.torch import verbs as torch_verbs
 from iternorm.layers.base import WhiteningNorm
 from iternorm.models import replace
-from iternorm.whitening import collective, groups
+from iternorm.whitening import groups
 from iternorm.whitening.autograd import inverse_sqrt
+from iternorm.whitening.processes import collective
 from iternorm.whitening.settings import Settings, unbiased
 
 

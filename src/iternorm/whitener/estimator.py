@@ -88,7 +88,7 @@ class Whitener(Estimator):
         samples, _ = arrays.as_samples(X)
         if len(samples) == 0:
             raise ValueError(f"X has 0 sample(s) (shape={tuple(samples.shape)}) while a minimum of 2 is required.")
-        fitted = _finite(moments.of(samples.detach()))
+        fitted = moments.of(samples.detach())
         solved = matrices.solve(fitted, checked)
         self._moments, self._matrices = fitted, (checked, solved)
         return self
@@ -101,8 +101,8 @@ class Whitener(Estimator):
             self._check_features(samples)
         if len(samples) == 0:
             return self
-        batch = _finite(moments.of(samples.detach()))
-        self._moments = batch if self._moments is None else moments.merge([self._moments, batch])
+        samples = samples.detach()
+        self._moments = moments.of(samples) if self._moments is None else moments.add(self._moments, samples)
         self._matrices = None
         return self
 
@@ -262,15 +262,6 @@ class Whitener(Estimator):
                 f"X has {samples.shape[1]} features, but {type(self).__name__} is expecting {self.n_features_in_} "
                 "features as input, as it was fitted to"
             )
-
-
-def _finite(fitted: moments.Moments) -> moments.Moments:
-    if not bool(torch.isfinite(fitted.mean.sum() + fitted.covariance.sum())):
-        raise ValueError(
-            "Input X contains NaN or infinity, or values whose squares overflow; drop those samples. "
-            "What was fitted before has not changed"
-        )
-    return fitted
 
 
 def _result(samples: Tensor, matrix: Tensor, before: Tensor | None, after: Tensor | None, is_array: bool) -> Any:

@@ -1,12 +1,13 @@
 """Mean and covariance of a stream: one batch at a time, or part by part on several workers."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from iternorm.whitening import operators
-from iternorm.whitening.collective import merge_moments
+from iternorm.whitening import dispatch, operators
+from iternorm.whitening.processes.collective import merge_moments
 
 # How many deviations from zero a mean is when it is summed once more, in fp64, and how many samples at a time.
 _FAR = 32
@@ -33,12 +34,62 @@ class Moments(NamedTuple):
 
 
 def of(samples: Tensor) -> Moments:
-    """The moments of ``[m, d]``, computed about a pilot in the dtype of the samples, or fp32 for half precision."""
-    mean, covariance = (t.double() for t in operators.call(operators.moments, samples, samples.shape[1], "auto"))
-    if samples.dtype != torch.float64 and bool((mean.square() > _FAR**2 * covariance[0].diagonal()).any()):
-        # A mean that fp32 has rounded is off by more of a deviation than the samples' own roundings, which average out.
-        mean = sum(block.double().sum(0) for block in samples.split(_BLOCK)) / len(samples)
-    return Moments(len(samples), torch.as_tensor(mean), covariance[0], torch.finfo(samples.dtype).eps)
+    """The moments of ``[m, d]``, computed about a pilot in the dtype of the samples, or fp32 for half precision.
+
+    Raises:
+        ValueError: there are NaNs or infinities.
+    """
+    fitted, largest = _computed(samples)
+    return _checked(samples, fitted, float(largest))
+
+
+def add(before: Moments, samples: Tensor) -> Moments:
+    """What has been seen before and ``[m, d]`` together."""
+    batch, largest = _computed(samples)
+    merged = _pair(before, batch)
+    # The device is waited for when all work has been handed to it.
+    checked = _checked(samples, batch, float(largest))
+    return merged if checked is batch else _pair(before, checked)
+
+
+def _computed(samples: Tensor) -> tuple[Moments, Tensor]:
+    """The moments of a batch, and by how much the square of a mean exceeds `_FAR` deviations, NaN among the samples."""
+    if dispatch.has_moment_kernels(samples):
+        mean, covariance = dispatch.kernels().moments(samples)
+    else:
+        mean, covariance = operators.call(operators.moments, samples, samples.shape[1], "auto")
+        covariance = covariance[0]
+    mean, covariance = mean.double(), covariance.double()
+    largest = torch.addcmul(_FAR**2 * -covariance.diagonal(), mean, mean).amax()
+    return Moments(len(samples), mean, covariance, torch.finfo(samples.dtype).eps), largest
+
+
+def _checked(samples: Tensor, batch: Moments, largest: float) -> Moments:
+    if not math.isfinite(largest):
+        raise ValueError(
+            "Input X contains NaN or infinity, or values whose squares overflow; drop those samples. "
+            "What was fitted before has not changed"
+        )
+    if samples.dtype == torch.float64 or largest <= 0:
+        return batch
+    # A mean that fp32 has rounded is off by more of a deviation than the samples' own roundings, which average out.
+    mean = sum(block.double().sum(0) for block in samples.split(_BLOCK)) / len(samples)
+    return batch._replace(mean=torch.as_tensor(mean))
+
+
+def _pair(first: Moments, second: Moments) -> Moments:
+    """`merge` of two parts in four operations, for a stream of many batches: no sums about zero either."""
+    second = second.to(first.mean.device)
+    num_samples = first.num_samples + second.num_samples
+    share = second.num_samples / num_samples
+    delta = second.mean - first.mean
+    covariance = torch.lerp(first.covariance, second.covariance, share)
+    return Moments(
+        num_samples,
+        torch.add(first.mean, delta, alpha=share),
+        torch.addr(covariance, delta, delta, alpha=share * (1 - share)),
+        max(first.resolution, second.resolution),
+    )
 
 
 def merge(parts: list[Moments]) -> Moments:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from iternorm import solvers
 from iternorm.backends.torch import verbs as torch_verbs
-from iternorm.whitening import collective, groups, modes, operators
+from iternorm.whitening import groups, modes, operators
 from iternorm.whitening.operators import no_autocast
+from iternorm.whitening.processes import collective
 from iternorm.whitening.settings import Settings, regularized, unbiased
 
 NOT_OVER_PROCESSES = "{} does not reach over processes; use IterNorm in place of SyncIterNorm where it is needed"
@@ -42,7 +43,8 @@ class _Whiten(torch.autograd.Function):
         group_size = settings.group_size
         with no_autocast(x):
             num_samples, mean, covariance = _batch_moments(x, settings)
-            keep = ctx.needs_input_grad[0] and _is_cheap_to_keep(covariance, settings.num_iters, x)
+            steps = settings.num_iters if iteration is None else _steps(settings)
+            keep = ctx.needs_input_grad[0] and _is_cheap_to_keep(covariance, steps, x)
             whitening, solved = inverse_sqrt(covariance, x.shape[1], settings, keep, iteration)
             matrix, offset = fold_affine(whitening, mean, weight, bias, group_size)
             if _is_empty(x):
@@ -149,11 +151,16 @@ def inverse_sqrt(
         if iteration is None:
             whitening, saved = solvers.solve(matrix, settings.solver, settings.num_iters, keep)
         else:
-            whitening, kept = iteration.solve(matrix, settings.num_iters)
+            whitening, kept = iteration.solve(matrix, _steps(settings))
             saved = (kept,) if keep else ()
         matrices.append(whitening)
         solved.append((matrix, *saved))
     return groups.pad(matrices), solved
+
+
+def _steps(settings: Settings) -> int:
+    """Steps of an iteration in kernels of its own, which may be in fp64. ZCA is one that is run to convergence."""
+    return settings.steps if settings.exact else settings.num_iters
 
 
 def inverse_sqrt_backward(
@@ -165,16 +172,16 @@ def inverse_sqrt_backward(
     iteration: ModuleType | None = None,
 ) -> Tensor:
     """The gradient for the covariances, given the one for the whitening matrices."""
-    num_iters = settings.num_iters
     gradients = []
     for part, (matrix, *saved) in zip(groups.parts(num_features, settings.group_size), solved, strict=True):
         part_grad, part_whitening = part.of(grad), part.of(whitening)
         if iteration is None:
-            arguments = (part_grad, matrix, part_whitening, tuple(saved), settings.solver, num_iters)
+            arguments = (part_grad, matrix, part_whitening, tuple(saved), settings.solver, settings.num_iters)
             gradients.append(solvers.solve_backward(*arguments))
         else:
-            kept = saved[0] if saved else iteration.solve(matrix, num_iters)[1]
-            gradients.append(iteration.solve_backward(part_grad, matrix, part_whitening, kept, num_iters))
+            steps = _steps(settings)
+            kept = saved[0] if saved else iteration.solve(matrix, steps)[1]
+            gradients.append(iteration.solve_backward(part_grad, matrix, part_whitening, kept, steps))
     return groups.pad(gradients)
 
 

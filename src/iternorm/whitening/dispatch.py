@@ -2,9 +2,10 @@
 
 `impl="auto"` takes the Triton kernels on CUDA tensors in half, bfloat16 or single precision, for Newton's iteration
 with groups of up to 1024 channels, and for ZCA with groups of up to 64, which they compute by that iteration run to
-convergence; where cuBLAS is faster at moments and maps, they compute the iteration alone. On the CPU it takes C kernels
-for training in single and double precision, where the machine has a C compiler and they are faster, and for the
-iteration in any precision. It takes torch for the rest. An implementation that is named and cannot run raises.
+convergence; where cuBLAS is faster at moments and maps, and for ZCA above 64, they compute the iteration alone. On the
+CPU it takes C kernels for training in single and double precision, where the machine has a C compiler and they are
+faster, and for the iteration in any precision. It takes torch for the rest. An implementation that is named and cannot
+run raises.
 """
 
 import enum
@@ -104,6 +105,24 @@ def iteration_for(backend: Backend, settings: Settings, x: Tensor) -> ModuleType
     return native_iteration if settings.impl == "native" else None
 
 
+def has_root_kernels(matrices: Tensor, p: int) -> bool:
+    """Whether the minimax iteration for the inverse p-th root of ``[..., d, d]`` runs in kernels.
+
+    They keep matrices in float16 parts. Those hold X from p = 2 on (for p = 1 it reaches 2^22), and M, which is at most
+    2^p, up to 8.
+    """
+    if not matrices.is_cuda or matrices.dtype != torch.float32 or not 2 <= p <= 8 or NO_TRITON is not None:
+        return False
+    return kernels().lacking(matrices.device.index) is None
+
+
+def has_moment_kernels(x: Tensor) -> bool:
+    """Whether the moments of all channels of `x` together are one pass in kernels: up to 128, a tile of channels."""
+    if not x.is_cuda or x.shape[1] > 128 or NO_TRITON is not None or modes.is_recorded(x):
+        return False
+    return kernels().unsupported(x, x.shape[1]) is None
+
+
 def _why_not_triton(x: Tensor, settings: Settings) -> str | None:
     """Why the Triton kernels cannot normalize `x`, or None."""
     if settings.solver not in ("newton", "zca"):
@@ -118,9 +137,9 @@ def _has_iteration(settings: Settings, x: Tensor) -> bool:
 
     A compiler sees the torch path's products, which it can place in a graph.
     """
-    if not x.is_cuda or settings.solver != "newton" or x.dtype == torch.float64 or modes.is_recorded(x):
+    if not x.is_cuda or settings.solver not in ("newton", "zca") or x.dtype == torch.float64 or modes.is_recorded(x):
         return False
-    if NO_TRITON is not None or settings.num_iters < 2 or settings.group_size < 64:
+    if NO_TRITON is not None or settings.steps < 2 or settings.group_size < 64:
         return False
     return kernels().lacking(x.device.index) is None
 

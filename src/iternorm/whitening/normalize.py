@@ -5,8 +5,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from iternorm.backends.torch import verbs as torch_verbs
-from iternorm.whitening import autograd, by_reference, dispatch, fused, inference, running, synchronized
+from iternorm.whitening import autograd, by_reference, dispatch, fused, inference, running
 from iternorm.whitening.dispatch import Backend
+from iternorm.whitening.processes import synchronized
 from iternorm.whitening.settings import Running, Settings
 
 

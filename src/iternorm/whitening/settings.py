@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from iternorm.solvers import most_steps
-from iternorm.whitening.collective import Group
+from iternorm.whitening.processes.collective import Group
 
 # Newton's steps to convergence, 24. A step multiplies a small eigenvalue of the normalized covariance by 9/4, so that
 # they reach everything above 1e-8 of the trace: what lies below is rounding in the covariance itself.

@@ -90,6 +90,21 @@ def test_large_activations_in_wide_groups_are_left_to_cublas_in_fp32(gpu, monkey
         assert chosen("auto", x.new_empty(x.shape, dtype=torch.bfloat16), 1024) is Backend.TRITON
 
 
+def test_zca_of_groups_above_64_runs_the_iteration_in_kernels(gpu, monkeypatch):
+    gpu("H200")
+    monkeypatch.setattr(dispatch.modes, "is_recorded", lambda *tensors: False)
+    x = activation(128)
+    for size, impl, backend in (
+        (64, "auto", Backend.TRITON),
+        (128, "auto", Backend.TRITON_ITERATION),
+        (128, "torch", Backend.VERBS),
+    ):
+        assert dispatch.choose(Settings(size, "zca", 0, impl=impl), x) is backend
+    assert dispatch.choose(Settings(128, "pca", 0), x) is Backend.VERBS
+    # What the kernels of a whole layer do not know, eps and the covariance's correction do.
+    assert dispatch.choose(Settings(64, "zca", 0, correction=1), x) is Backend.TRITON_ITERATION
+
+
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
@@ -200,13 +215,27 @@ def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):
     ],
 )
 def test_the_kernels_compile_for_other_gpus(name, arguments, tmp_path):
+    asked = shared_bytes(name, arguments, tmp_path)
+    assert {"moments", "reduce", "cross_moments", "apply"} < set(asked)
+    assert ("merge" in asked) == ("ranks" in arguments)
+    assert max(asked.values()) <= GPUS[name][2]
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("name", ["A100", "RTX 4090", "H200"])
+@pytest.mark.parametrize("size", ["100", "1024"])
+def test_the_kernels_of_matrix_roots_compile(name, size, tmp_path):
+    asked = shared_bytes(name, ("roots", size), tmp_path)
+    assert set(asked) == {"bound", "begin", "multiply", "step", "finish"}
+    assert max(asked.values()) <= GPUS[name][2]
+
+
+def shared_bytes(name, arguments, folder):
+    """The shared memory that each launch asks for on a GPU, compiled in another process."""
     major, minor, shared = GPUS[name]
     script = Path(__file__).parents[2] / "helpers" / "compile_for.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
     command = [sys.executable, str(script), f"{major}{minor}", str(shared), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    asked = {line.split()[0]: int(line.split()[-1]) for line in done.stdout.splitlines()}
-    assert {"moments", "reduce", "cross_moments", "apply"} < set(asked)
-    assert ("merge" in asked) == ("ranks" in arguments)
-    assert max(asked.values()) <= shared
+    return {line.split()[0]: int(line.split()[-1]) for line in done.stdout.splitlines()}

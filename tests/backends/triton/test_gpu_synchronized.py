@@ -22,7 +22,7 @@ from iternorm import (
     SyncDecorrelatedBatchNorm,
     SyncIterNorm,
 )
-from iternorm.whitening import collective, synchronized
+from iternorm.whitening.processes import collective, synchronized
 
 pytestmark = [
     pytest.mark.gpu,
@@ -120,7 +120,8 @@ def test_ranks_with_the_same_batch_equal_one(kind, group_size, last, equal_ranks
     x, grad = activation(shape, dtype, last, mean=2.0), activation(shape, dtype, last)
     alone, together = pair(shape, group_size=group_size)
     # The second step takes the short way of a batch like the last one.
-    outcome(alone, x, grad), outcome(together, x, grad)
+    outcome(alone, x, grad)
+    outcome(together, x, grad)
     for first, second in zip(outcome(together, x, grad), outcome(alone, x, grad), strict=True):
         assert relative_error(first, second) < budget
     wanted = state_of(alone)

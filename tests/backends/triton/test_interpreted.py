@@ -4,14 +4,23 @@ import pytest
 import torch
 from checks import assert_same_state, correlated, relative_error, state_of, worst
 
-from iternorm import DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, IterNorm3d, functional, reference, solvers
+from iternorm import (
+    DecorrelatedBatchNorm1d,
+    DecorrelatedBatchNorm2d,
+    IterNorm1d,
+    IterNorm2d,
+    IterNorm3d,
+    functional,
+    reference,
+    solvers,
+)
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
 from iternorm.backends.triton import iteration, layout, plan, precision, runtime, tiling
-from iternorm.whitening import fused, settings
+from iternorm.whitening import dispatch, fused, settings
 
 # Of an operator's arguments: no residual, and no running statistics.
 NOT_ASKED = (None, None, None, None, None, False)
@@ -148,6 +157,19 @@ def test_zca_by_the_iteration_equals_the_eigendecomposition(shape, group_size, l
     for actual, expected in zip(*gradients, strict=True):
         assert relative_error(actual, expected) < 3e-3
     assert relative_error(layers[0].running_whitening, layers[1].running_whitening) < 1e-3
+
+
+@pytest.mark.rare
+def test_zca_of_groups_above_64_is_the_iteration_run_to_convergence(monkeypatch, poisoned_memory):
+    monkeypatch.setattr(dispatch, "_has_iteration", lambda settings, x: True)
+    x, grad = correlated(40, 66, 4, dtype=torch.float32), torch.randn(40, 66, 4)
+    found = []
+    for dtype, impl in ((torch.float32, "auto"), (torch.float64, "torch")):
+        leaf = x.to(dtype).requires_grad_()
+        layer = DecorrelatedBatchNorm1d(66, affine=False, group_size=None, impl=impl, dtype=dtype)
+        y = layer(leaf)
+        found.append((y, *torch.autograd.grad(y, leaf, grad.to(dtype))))
+    assert worst(relative_error(a, b) for a, b in zip(*found, strict=True)) < 2e-5
 
 
 def test_rounding_cannot_make_zca_diverge():

@@ -14,9 +14,11 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu_synchronized.py", allow_module_level=True)
 
-from iternorm.backends.triton import plan
-from iternorm.whitening import dispatch, synchronized
-from iternorm.whitening.collective import Group
+from iternorm.backends.triton import plan, runtime
+from iternorm.timing.gpu.synchronized import absent_ranks
+from iternorm.whitening import dispatch
+from iternorm.whitening.processes import collective, synchronized
+from iternorm.whitening.processes.collective import Group
 from iternorm.whitening.settings import Settings
 
 
@@ -139,3 +141,48 @@ def test_operators_keep_their_contracts(layout):
         check(synchronized.cross_moments_op, arguments)
     sent = synchronized.cross_moments_op(*arguments)[0]
     check(synchronized.input_gradient_op, (grad, x, weight, state, sent, y, size, steps, 1e-5, False, 2))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """As on a GPU, but that nothing runs: the launches on a stream, each with what its kernel takes and was given."""
+    found = []
+
+    def prepared(self):
+        names = self.kernel.arg_names[: -len(self.integers) - len(self.constants) - 1]
+        return lambda *args: found.append((self.kernel.__name__, names, args)), self.grid, (), ()
+
+    monkeypatch.setattr(runtime.Launch, "prepared", property(prepared), raising=False)
+    monkeypatch.setattr(runtime, "stream_of", lambda device: 7)
+    monkeypatch.setattr(plan, "_plans", {})
+    # No kernel has written counts that could be looked at.
+    monkeypatch.setattr(collective, "_check_counts", lambda gathered, group: None)
+    return found
+
+
+@pytest.mark.parametrize("size", [16, 64, 128, 192])
+@pytest.mark.parametrize("samples", [0, 4])
+@pytest.mark.parametrize(
+    "words", [{}, {"activation": "relu"}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}]
+)
+def test_every_launch_on_a_stream_gets_addresses_and_floats(words, samples, size, launched):
+    layer = iternorm.SyncIterNorm(192, group_size=size, impl="triton", **words)
+    x = torch.randn(samples, 192, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
+    with absent_ranks(3):
+        for _ in range(2):
+            launched.clear()
+            residual = torch.ones_like(x)
+            y = layer(x, residual=residual) if "activation" in words else layer(x)
+            forward = [name for name, *_ in launched]
+            y.backward(torch.ones_like(y))
+    assert y.shape == x.shape
+    if size <= 64:
+        # One launch more each way than IterNorm has; without samples only what the statistics need.
+        assert forward == (["partial_moments", "reduce_moments"] if samples else []) + ["merge", "whiten_forward"]
+        following = [name for name, *_ in launched][len(forward) :]
+        backward = ["partial_moments", "reduce_moments", "unpack", "whiten_backward"]
+        assert following == (backward if samples else [])
+    for kernel, names, (_, _, stream, *values) in launched:
+        assert stream == 7
+        for name, value in zip(names, values, strict=True):
+            assert type(value) is (int if name.endswith("_ptr") else float), (kernel, name, value)

@@ -21,6 +21,7 @@ __all__ = [
     "backward",
     "cross_moments",
     "forward",
+    "in_strides",
     "input_gradient",
     "moments",
     "plan_for",
@@ -42,7 +43,7 @@ def forward(
 
 
 def as_read(x: Tensor, plan: Plan) -> Tensor:
-    """`x` as the kernels read it, itself or a copy: what the other functions here take for one."""
+    """`x` as the kernels read it, itself or a copy: the functions below take that for x, and what lies as it does."""
     return x if x.stride() == plan.stride else placed(x, plan.key.group_size)
 
 
@@ -120,7 +121,6 @@ def cross_moments(grad, x, weight, state, output, plan: Plan) -> tuple[Tensor, T
     The gradients of weight and bias are this rank's own part, as in SyncBatchNorm.
     """
     assert plan.exchange is not None
-    grad, output = in_strides(grad, x), in_strides(output, x)
     make = x.new_zeros if x.numel() == 0 else x.new_empty
     sent, grad_bias = make(plan.exchange.sums, dtype=torch.float32), make(x.shape[1], dtype=torch.float32)
     grad_weight = None if weight is None else make(x.shape[1], dtype=torch.float32)
@@ -145,7 +145,6 @@ def cross_moments(grad, x, weight, state, output, plan: Plan) -> tuple[Tensor, T
 
 def input_gradient(grad, x, weight, state, total, output, plan: Plan, eps) -> Tensor:
     """The gradient of x, given the sums of all ranks; without `output`, where `grad` has passed the activation."""
-    grad, output = in_strides(grad, x), in_strides(output, x)
     dx = torch.empty_like(x)
     if x.numel() == 0:
         return dx

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from iternorm.bench.gpu.networks import markdown_networks, network_lines, run_networks
+from iternorm.bench.gpu.roots import markdown_roots, root_lines, run_roots
 from iternorm.bench.gpu.synchronized import run_synchronized, synchronized_lines
 from iternorm.bench.gpu.table import lines, markdown, markdown_targets, put_between_markers
 from iternorm.bench.gpu.targets import evaluate
@@ -27,11 +28,14 @@ __all__ = [
     "lines",
     "markdown",
     "markdown_networks",
+    "markdown_roots",
     "markdown_targets",
     "network_lines",
     "put_between_markers",
+    "root_lines",
     "run",
     "run_networks",
+    "run_roots",
     "run_synchronized",
     "synchronized_lines",
 ]

@@ -63,15 +63,20 @@ def check_arguments(
     quick: bool = False,
     networks: bool = False,
     sync: bool = False,
+    roots: bool = False,
 ) -> None:
     """Raise a ValueError for what `run` and `gpu.run` of the benchmark cannot do."""
-    if networks and device != "cuda":
-        raise ValueError(f"--networks times training steps on a GPU, not on {device!r}; add --device cuda")
-    if sync and device != "cuda":
-        raise ValueError(f"--sync times synchronized layers on a GPU, not on {device!r}; add --device cuda")
-    chosen = [name for name, asked in (("--networks", networks), ("--sync", sync), ("--quick", quick)) if asked]
-    if len(chosen) > 1:
-        raise ValueError(f"{' and '.join(chosen)} do not go together; give one of them")
+    whole = {
+        "--networks": (networks, "training steps"),
+        "--sync": (sync, "synchronized layers"),
+        "--roots": (roots, "roots of matrices"),
+    }
+    for option, (is_asked, what) in whole.items():
+        if is_asked and device != "cuda":
+            raise ValueError(f"{option} times {what} on a GPU, not on {device!r}; add --device cuda")
+    asked = [*(option for option, (is_asked, _) in whole.items() if is_asked), *(["--quick"] if quick else [])]
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked)} do not go together; give one of them")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} is not known here: use 'cpu' or 'cuda'")
     if device == "cuda" and not torch.cuda.is_available():

@@ -2,7 +2,7 @@
 
 Forward a rank sends its count of samples, its mean ``[C]`` and its covariance ``[G, D, D]``, one after the other in
 fp32, and gets those of all ranks. Backward it sends Σ dy ``[C]`` and Σ dy (x - mean)ᵀ ``[G, D, D]``, and gets their
-sums over the ranks. That is what `iternorm.whitening.collective` sends, so that ranks may use different backends.
+sums over the ranks. That is what `iternorm.whitening.processes.collective` sends too: ranks may use different backends.
 """
 
 # A checker takes the language of the kernels for Python.

@@ -1,7 +1,7 @@
 """Moments over several processes: one collective between the verbs `moments` and `inverse_sqrt`, one in the backward.
 
 Functional collectives are used, which `torch.compile` keeps in its graph; eager calls of the Triton kernels use plain
-ones, which take less host time. There is no autograd here: `iternorm.whitening.autograd` and `.synchronized` call these
+ones, which take less host time. There is no autograd here: `iternorm.whitening.autograd` and `synchronized` call these
 inside their own forward and backward.
 
 A rank sends one fp32 vector (fp64 for fp64 input), whichever backend computed it: forward its count of samples, its
