@@ -179,10 +179,11 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     absent = None
     if stream is not None:
         absent, partials = 0, partials.data_ptr()
-    mean, variance, _, covariance, *_ = _parts_of(saved, plan)
+    mean, variance, _, covariance, *_ = parts_of(saved, plan)
     first = (source, source, absent, absent, absent, absent, partials)
     with on_device(x.device):
-        plan.run(stream, ("moments", "reduce"), (first, (partials, covariance, mean, variance, absent, absent)))
+        reduction = (partials, covariance, mean, variance, absent, absent, absent, absent)
+        plan.run(stream, ("moments", "reduce"), (first, reduction))
     padded = plan.layout.padded
     matrix = state[plan.at.covariance :][: padded**2].view(padded, padded)
     return state[:channels], matrix[:channels, :channels]
