@@ -87,34 +87,36 @@ def test_bench_on_cuda_prints_the_gpus_tables_and_writes_json(invoke, monkeypatc
     monkeypatch.setattr(bench.gpu, "lines", lambda result: ["[bold]one", "two " * 40])
     result = invoke("bench", "--device", "cuda", "--rounds", 7, "--quick", "--json", path)
     assert result.exit_code == 0, result.output
-    assert asked == [("cuda", 7, None, True, False), {"rounds": 7, "quick": True}]
+    assert asked == [("cuda", 7, None, True, False, False), {"rounds": 7, "quick": True}]
     assert result.stdout.startswith("[bold]one\n" + "two " * 40)
     assert json.loads(path.read_text()) == {"cases": []}
 
 
-def test_bench_of_networks_writes_each_part_as_it_is_done(invoke, monkeypatch, tmp_path):
-    path = tmp_path / "networks.json"
+@pytest.mark.parametrize(("kind", "lines"), [("networks", "network_lines"), ("roots", "root_lines")])
+def test_bench_of_parts_writes_each_as_it_is_done(invoke, monkeypatch, tmp_path, kind, lines):
+    path = tmp_path / "result.json"
 
-    def run_networks(**arguments):
+    def run_parts(**arguments):
         arguments["progress"]("a part")
-        arguments["save"]({"networks": ["one"]})
-        assert json.loads(path.read_text()) == {"networks": ["one"]}
+        arguments["save"]({kind: ["one"]})
+        assert json.loads(path.read_text()) == {kind: ["one"]}
         assert arguments["rounds"] == 3
-        return {"networks": []}
+        return {kind: []}
 
     monkeypatch.setattr(bench, "check_arguments", lambda *arguments: None)
-    monkeypatch.setattr(bench.gpu, "run_networks", run_networks)
-    monkeypatch.setattr(bench.gpu, "network_lines", lambda result: ["a line"])
-    result = invoke("bench", "--device", "cuda", "--networks", "--rounds", 3, "--json", path)
+    monkeypatch.setattr(bench.gpu, f"run_{kind}", run_parts)
+    monkeypatch.setattr(bench.gpu, lines, lambda result: ["a line"])
+    result = invoke("bench", "--device", "cuda", f"--{kind}", "--rounds", 3, "--json", path)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("a line\n")
-    assert json.loads(path.read_text()) == {"networks": []}
+    assert json.loads(path.read_text()) == {kind: []}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["bench", "--networks"], "error: --networks times training steps on a GPU, not on 'cpu'; add --device cuda\n"),
+        (["bench", "--roots"], "error: --roots times roots of matrices on a GPU, not on 'cpu'; add --device cuda\n"),
         (["bench", "--quick"], "error: quick=True is for device='cuda'; on a CPU use fewer rounds\n"),
         (["demo", "--epochs", "0"], "error: epochs=0 trains nothing: use 1 or more\n"),
         (["demo", "--seed", "-1"], "error: seed=-1 is negative: use 0 or more\n"),
