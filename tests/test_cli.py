@@ -93,28 +93,30 @@ def test_bench_on_cuda_prints_the_gpus_tables_and_writes_json(invoke, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("option", "run_name", "lines_name"),
-    [("--networks", "run_networks", "network_lines"), ("--sync", "run_synchronized", "synchronized_lines")],
+    ("kind", "run_name", "lines_name"),
+    [
+        ("networks", "run_networks", "network_lines"),
+        ("sync", "run_synchronized", "synchronized_lines"),
+        ("roots", "run_roots", "root_lines"),
+    ],
 )
-def test_bench_of_other_things_writes_each_part_as_it_is_done(
-    option, run_name, lines_name, invoke, monkeypatch, tmp_path
-):
-    path = tmp_path / "networks.json"
+def test_bench_of_parts_writes_each_as_it_is_done(kind, run_name, lines_name, invoke, monkeypatch, tmp_path):
+    path = tmp_path / "result.json"
 
-    def run(**arguments):
+    def run_parts(**arguments):
         arguments["progress"]("a part")
-        arguments["save"]({"networks": ["one"]})
-        assert json.loads(path.read_text()) == {"networks": ["one"]}
+        arguments["save"]({kind: ["one"]})
+        assert json.loads(path.read_text()) == {kind: ["one"]}
         assert arguments["rounds"] == 3
-        return {"networks": []}
+        return {kind: []}
 
     monkeypatch.setattr(bench, "check_arguments", lambda *arguments: None)
-    monkeypatch.setattr(bench.gpu, run_name, run)
+    monkeypatch.setattr(bench.gpu, run_name, run_parts)
     monkeypatch.setattr(bench.gpu, lines_name, lambda result: ["a line"])
-    result = invoke("bench", "--device", "cuda", option, "--rounds", 3, "--json", path)
+    result = invoke("bench", "--device", "cuda", f"--{kind}", "--rounds", 3, "--json", path)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("a line\n")
-    assert json.loads(path.read_text()) == {"networks": []}
+    assert json.loads(path.read_text()) == {kind: []}
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,7 @@ def test_bench_of_other_things_writes_each_part_as_it_is_done(
     [
         (["bench", "--sync"], "error: --sync times synchronized layers on a GPU, not on 'cpu'; add --device cuda\n"),
         (["bench", "--networks"], "error: --networks times training steps on a GPU, not on 'cpu'; add --device cuda\n"),
+        (["bench", "--roots"], "error: --roots times roots of matrices on a GPU, not on 'cpu'; add --device cuda\n"),
         (["bench", "--quick"], "error: quick=True is for device='cuda'; on a CPU use fewer rounds\n"),
         (["demo", "--epochs", "0"], "error: epochs=0 trains nothing: use 1 or more\n"),
         (["demo", "--seed", "-1"], "error: seed=-1 is negative: use 0 or more\n"),

@@ -50,6 +50,7 @@ def test_everything_is_timed_and_judged(small):
     for case in result["roots"]:
         assert [row["name"] for row in case["rows"]] == ["inverse_root", "torch.linalg.eigh"]
         assert all(len(row["samples_ms"]) == 2 and row["error"] < 1e-4 for row in case["rows"])
+    assert all(row["failed"] is None and row["ratio"] == 1 for row in result["streams"][0]["rows"])
     text = "\n".join(benchmark.root_lines(result))
     assert "A^(-1/4), 2x6x6, condition number 1000" in text
     assert "| root 2 2x6x6, eigh / ours | 1.00 | at least 10.0 | no |" in benchmark.markdown_roots(result)

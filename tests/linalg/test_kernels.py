@@ -32,8 +32,9 @@ def test_the_root_is_exact_to_the_matrix_own_rounding(size, p, poisoned_memory):
     for condition in (10, 1e5):
         A = with_condition(condition, size, 2).float() * torch.tensor([1e-12, 1e12])[:, None, None]
         root = root_op(A, p)
-        # As for the iteration in torch, and as much again for the two bits that two float16 have less than fp32.
-        budget = ROUNDING * (16 + 2 * condition)
+        # Rounding A moves its smallest eigenvalue by eps of the largest. A root whose damping is not taken back is off
+        # by 0.34 (p = 4) to 1.4 (p = 2) of that, these by 0.01 to 0.15.
+        budget = ROUNDING * (16 + 0.3 * condition)
         assert torch.equal(root, root.mT)
         for matrix, found in zip(A, root, strict=True):
             assert relative_error(found, exact(matrix, p)) < budget, (condition, matrix.abs().max())
