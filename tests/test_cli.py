@@ -87,7 +87,7 @@ def test_bench_on_cuda_prints_the_gpus_tables_and_writes_json(invoke, monkeypatc
     monkeypatch.setattr(bench.gpu, "lines", lambda result: ["[bold]one", "two " * 40])
     result = invoke("bench", "--device", "cuda", "--rounds", 7, "--quick", "--json", path)
     assert result.exit_code == 0, result.output
-    assert asked == [("cuda", 7, None, True, False, False), {"rounds": 7, "quick": True}]
+    assert asked == [("cuda", 7, None, True, False, False, False), {"rounds": 7, "quick": True}]
     assert result.stdout.startswith("[bold]one\n" + "two " * 40)
     assert json.loads(path.read_text()) == {"cases": []}
 

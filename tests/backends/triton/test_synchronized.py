@@ -169,18 +169,14 @@ def test_every_launch_on_a_stream_gets_addresses_and_floats(words, samples, size
     layer = iternorm.SyncIterNorm(192, group_size=size, impl="triton", **words)
     x = torch.randn(samples, 192, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
     residual = torch.ones_like(x) if "activation" in words else None
-
-    def step():
+    with absent_ranks(3):
+        # The second step takes the short way of a batch like the last one.
+        layer(x, residual=residual)
         launched.clear()
         y = layer(x, residual=residual)
         forward = [name for name, *_ in launched]
         y.backward(torch.ones_like(y))
-        assert y.shape == x.shape
-        return forward
-
-    with absent_ranks(3):
-        step()
-        forward = step()
+    assert y.shape == x.shape
     if size <= 64:
         # One launch more each way than IterNorm has; without samples only what the statistics need.
         assert forward == (["partial_moments", "reduce_moments"] if samples else []) + ["merge", "whiten_forward"]
