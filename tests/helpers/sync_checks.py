@@ -20,6 +20,7 @@ def running(scenario, folder):
     """The ranks of a scenario; what still runs at the end is killed."""
     source = Path(iternorm.__file__).parents[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(source), "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONFAULTHANDLER"] = "1"
     arguments = [sys.executable, "-W", "ignore", sync_ranks.__file__, scenario]
     ranks = [
         subprocess.Popen(
@@ -48,7 +49,7 @@ def results_of(scenario, folder, seconds=300):
     with running(scenario, folder) as processes:
         for process in processes:
             output, _ = process.communicate(timeout=seconds)
-            assert process.returncode == 0, output
+            assert process.returncode == 0, f"exit status {process.returncode}: {output}"
     return [loaded(folder, rank) for rank in range(SIZE)]
 
 

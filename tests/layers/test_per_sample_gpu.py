@@ -43,7 +43,8 @@ def test_output_and_gradients_against_fp64(kind, words, shape, dtype, last, pois
         given.requires_grad_()
         y = own(given)
         assert y.stride() == given.stride()
-        found.append([y, *torch.autograd.grad(y, (given, *own.parameters()), grad.to(y))])
+        gradients = torch.autograd.grad(y, (given, *own.parameters()), grad.to(y))
+        found.append([y.detach(), *gradients])
     # A ReLU passes other values where rounding has moved one across zero: few, and small in the norm.
     errors = [float((a.cpu().double() - b).norm() / b.norm()) for a, b in zip(*found, strict=True)]
     assert worst(errors) < BUDGETS[dtype] * (10 if "activation" in words else 1), errors

@@ -75,6 +75,7 @@ def test_the_gradient_is_that_of_eigh_in_double_precision(p):
     assert relative_error(leaf.grad, double.grad) < 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_it_compiles_to_one_graph_with_the_kernels_in_it():
     A = with_condition(100, (4, 100, 100)).requires_grad_()
     compiled = torch.compile(lambda a: inverse_root(a, 4, eps=1e-3), fullgraph=True)

@@ -13,10 +13,11 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-# Of the covariance: fp32's own rounding, and else two bfloat16 parts, which leave out 2^-18 of a variance.
+# Of the covariance: fp32's own rounding, and else two bfloat16 parts, which leave out 2^-18 of a variance. Above 128
+# features the product is torch's: one of TF32 where that is allowed, 2.7e-5 on an H200.
 BUDGETS = {
     "fp32": (torch.float32, "highest", 2e-6),
-    "tf32": (torch.float32, "high", 2e-5),
+    "tf32": (torch.float32, "high", 4e-5),
     "fp16": (torch.float16, "highest", 2e-5),
     "bf16": (torch.bfloat16, "highest", 2e-5),
 }

@@ -221,6 +221,7 @@ def test_operators_keep_their_contracts(group_size):
     check(synchronized.input_gradient_op, (grad, x, weight, state, sent, y, group_size, 5, 1e-5, False, 2))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_auto_takes_the_kernels_and_the_step_waits_for_nothing(played_group):
     layer = SyncIterNorm(64, device="cuda")
     x = activation((8, 64, 14, 14), torch.bfloat16, True).requires_grad_()

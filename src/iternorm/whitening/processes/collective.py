@@ -114,6 +114,8 @@ def sum_over_ranks_eagerly(packed: Tensor, group: Group) -> Tensor:
 
 
 def _found(group: Group) -> dist.ProcessGroup:
+    if _last is not None and _last[1] == group:
+        return _last[0]
     return dist.distributed_c10d._resolve_process_group(group.name)  # pyright: ignore
 
 
@@ -131,8 +133,28 @@ def _gather_integers(values: tuple[int, ...], name: str, size: int, device: str)
 
 def active_group(process_group: dist.ProcessGroup | None) -> Group | None:
     """The group to synchronize over: None outside a process group and in one of a single process."""
-    if not (dist.is_available() and dist.is_initialized()):
+    global _last
+    initialized = dist.is_available() and dist.is_initialized()
+    group = (dist.group.WORLD if process_group is None else process_group) if initialized else None
+    if torch.compiler.is_compiling():
+        # It would guard what a global holds.
+        return None if group is None else _described(group)
+    if group is None:
+        _last = None
         return None
-    group = dist.group.WORLD if process_group is None else process_group
+    # Name and size take ten times as long to ask for.
+    if _last is None or _last[0] is not group:
+        described = _described(group)
+        if described is None:
+            return None
+        _last = group, described
+    return _last[1]
+
+
+# The group that was asked for last, and what it is called. None after a group was destroyed: it is not kept alive.
+_last: tuple[dist.ProcessGroup, Group] | None = None
+
+
+def _described(group: dist.ProcessGroup) -> Group | None:
     size = dist.get_world_size(group)
-    return Group(group.group_name, size) if group is not None and size > 1 else None
+    return Group(group.group_name, size) if size > 1 else None

@@ -62,7 +62,11 @@ def store_halves(ptr, matrix, rows, columns, tile, MATRICES: tl.constexpr):
 
 @triton.jit
 def product_of(a_ptr, b_ptr, matrix, rows, columns, is_diagonal, MATRICES: tl.constexpr):
-    """A tile of A B, exactly symmetric on the diagonal. The product of the lower parts, 2^-22 of it, is left out."""
+    """A tile of A B, exactly symmetric on the diagonal. The product of the lower parts, 2^-22 of it, is left out.
+
+    Tensor cores truncate what they add to: they add up a block alone, its small products first, and blocks are added
+    outside.
+    """
     SIDE: tl.constexpr = MATRICES.SIDE
     acc = tl.zeros([SIDE, SIDE], dtype=tl.float32)
     for begin in tl.range(0, MATRICES.N, MATRICES.DEPTH, num_stages=MATRICES.STAGES):
@@ -71,9 +75,9 @@ def product_of(a_ptr, b_ptr, matrix, rows, columns, is_diagonal, MATRICES: tl.co
         a_lower = tl.load(part_of(a_ptr, matrix, 1, rows, depth, MATRICES))
         b_upper = tl.load(part_of(b_ptr, matrix, 0, depth, columns, MATRICES))
         b_lower = tl.load(part_of(b_ptr, matrix, 1, depth, columns, MATRICES))
-        acc = tl.dot(a_upper, b_lower, acc)
-        acc = tl.dot(a_lower, b_upper, acc)
-        acc = tl.dot(a_upper, b_upper, acc)
+        block = tl.dot(a_upper, b_lower)
+        block = tl.dot(a_lower, b_upper, block)
+        acc += tl.dot(a_upper, b_upper, block)
     return tl.where(is_diagonal, 0.5 * (acc + tl.trans(acc)), acc)
 
 
