@@ -25,6 +25,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
+    "accessible",
     "mathml",
     "repository",
     "results",
@@ -60,8 +61,19 @@ html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 html_show_sphinx = False
 html_theme_options = {
-    "light_css_variables": {"color-brand-primary": "#006b4e", "color-brand-content": "#00664a"},
-    "dark_css_variables": {"color-brand-primary": "#4cc9a0", "color-brand-content": "#5fd3ae"},
+    "top_of_page_buttons": [],
+    "light_css_variables": {
+        "color-brand-primary": "#006b4e",
+        "color-brand-content": "#00664a",
+        "color-api-name": "#00664a",
+        "color-api-pre-name": "#00664a",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#4cc9a0",
+        "color-brand-content": "#5fd3ae",
+        "color-api-name": "#5fd3ae",
+        "color-api-pre-name": "#5fd3ae",
+    },
 }
 # GitHub Actions says where the repository is; elsewhere the pages have no link to their source.
 if repository := os.environ.get("GITHUB_REPOSITORY"):
@@ -70,6 +82,7 @@ if repository := os.environ.get("GITHUB_REPOSITORY"):
         "source_repository": f"{server}/{repository}/",
         "source_branch": os.environ.get("GITHUB_REF_NAME", "main"),
         "source_directory": "docs/",
+        "top_of_page_buttons": ["view", "edit"],
     }
 
 

@@ -6,6 +6,7 @@
 {claims} fig4 imagenette   what the paper says, the verdict, and what was found
 {numbers} fig4 table1      the paper's numbers beside ours
 :only: DBN             those with this word
+    :without: top-5        those without it
 """
 
 import json
@@ -40,7 +41,10 @@ class FromResults(SphinxDirective):
     """Parses the Markdown that a function makes of the directive's arguments."""
 
     optional_arguments = 9
-    option_spec: ClassVar[dict[str, Callable[[str], Any]]] = {"only": directives.unchanged}
+    option_spec: ClassVar[dict[str, Callable[[str], Any]]] = {
+        "only": directives.unchanged,
+        "without": directives.unchanged,
+    }
     make: ClassVar[Callable[..., str]]
 
     def run(self) -> list[nodes.Node]:
@@ -122,16 +126,18 @@ def claims(*experiments: str, only: str = "") -> str:
     return markdown_table(Table(("the paper says", "verdict", "what was found"), tuple(rows)))
 
 
-def numbers(*experiments: str, only: str = "") -> str:
-    """The paper's numbers beside ours."""
+def numbers(*experiments: str, only: str = "", without: str = "\n") -> str:
+    """The paper's numbers beside ours, those that we have first."""
     found = []
     for name in experiments:
         experiment = registry.get(name)
         finished = registry.survey(experiment, ROOT / "results").finished
         found += [
-            number for number in experiment.compare(finished) if only in number.what and (number.paper or number.ours)
+            number
+            for number in experiment.compare(finished)
+            if only in number.what and without not in number.what and (number.paper or number.ours)
         ]
-    return markdown_table(reproduction.numbers(found))
+    return markdown_table(reproduction.numbers(sorted(found, key=lambda number: not number.ours)))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
