@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from iternorm.bench.gpu.networks import markdown_networks, network_lines, run_networks
+from iternorm.bench.gpu.networks import markdown_networks, markdown_ratios, network_lines, run_networks
 from iternorm.bench.gpu.table import lines, markdown, markdown_targets, put_between_markers
 from iternorm.bench.gpu.targets import evaluate
 from iternorm.report.provenance import provenance
@@ -26,6 +26,7 @@ __all__ = [
     "lines",
     "markdown",
     "markdown_networks",
+    "markdown_ratios",
     "markdown_targets",
     "network_lines",
     "put_between_markers",
