@@ -7,7 +7,7 @@ DOCS_STAMP := $(VENV)/.docs
 # Interpreters, each with a version of torch; the least and the newest that are supported.
 VERSIONS ?= python3.10=2.6 python3.12=newest
 
-.PHONY: help setup docs docs-serve demo test test-rare test-versions test-gpu coverage check format report bench bench-gpu clean
+.PHONY: help setup docs docs-serve demo test test-rare test-versions test-gpu coverage check format release-check report bench bench-gpu clean
 
 help:
 	@echo "make demo      train the paper's MLP on handwritten digits with four normalizations and write a report"
@@ -21,6 +21,7 @@ help:
 	@echo "make bench     time the layers on this machine's CPU"
 	@echo "make bench-gpu time the layers and a training step on a CUDA device, from the tree, with the system's torch"
 	@echo "make docs      build the site in docs/_build/html and check its links; make docs-serve shows it on port 8000"
+	@echo "make release-check build wheel and sdist, and try them in a clean environment outside of the source"
 	@echo "make format    rewrite the code in the project's format"
 
 $(STAMP): pyproject.toml
@@ -41,6 +42,10 @@ test-rare: setup
 
 test-versions:
 	$(PYTHON) tests/helpers/versions.py $(VERSIONS)
+
+release-check: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
+	$(BIN)/python tests/helpers/release.py
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 10 -p no:benchmark -p no:cacheprovider tests
