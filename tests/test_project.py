@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import yaml
@@ -17,11 +19,7 @@ def test_the_version_is_the_installed_ones():
     assert iternorm.__version__ == importlib.metadata.version("iternorm")
 
 
-def test_a_tree_that_is_not_installed_has_a_version(tmp_path):
-    import subprocess
-    import sys
-
-    # Without site-packages nothing is installed; a stand-in for torch would have to be as large as torch.
+def test_a_tree_that_is_not_installed_has_a_version():
     code = "import importlib.metadata as m; m.version = lambda n: (_ for _ in ()).throw(m.PackageNotFoundError(n)); "
     code += "import iternorm; print(iternorm.__version__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -35,9 +33,8 @@ def test_pre_commit_and_the_dev_extra_have_the_same_ruff():
 
 
 def test_the_matrix_begins_with_the_least_versions_that_are_supported():
-    matrix = yaml.safe_load((WORKFLOWS / "ci.yml").read_text(encoding="utf-8"))["jobs"]["versions"]["strategy"][
-        "matrix"
-    ]
+    jobs = yaml.safe_load((WORKFLOWS / "ci.yml").read_text(encoding="utf-8"))["jobs"]
+    matrix = jobs["versions"]["strategy"]["matrix"]
     assert f'requires-python = ">={matrix["python"][0]}"' in PROJECT
     assert f'"torch>={matrix["torch"][0]}"' in PROJECT
     classified = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
