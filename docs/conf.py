@@ -54,7 +54,6 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
 
-pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 html_theme = "furo"
 html_title = f"iternorm {release}".strip()

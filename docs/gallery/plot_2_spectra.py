@@ -46,7 +46,7 @@ operations = {
 after = {name: operation.normalized_covariance(before) for name, operation in operations.items()}
 for name, covariance in {"input": before, **after}.items():
     number, rank = analysis.condition_number(covariance), analysis.effective_rank(covariance)
-    print(f"{name:14} condition number {number:8.1f}, effective rank {rank:5.1f} of 64")
+    print(f"{name:14} condition number {number:9.2g}, effective rank {rank:5.1f} of 64")
 
 # %%
 # BatchNorm hardly changes the curve. DBN whitens within groups of 16 and leaves correlation between groups. Each step
