@@ -22,6 +22,8 @@ OTHERS = ("experiments", "analysis", "networks", "bench", "report", "backends/tr
 OTHERS += ("test_guides*", "test_readme*", "test_project*", "helpers")
 # What torch 2.6 says of itself: numpy is no dependency of torch, and is not installed.
 IGNORED = ("ignore:Failed to initialize NumPy", "ignore:Skipping serialization of skipfiles")
+# What torch.compile says of the first release of Python 3.13.
+IGNORED += ("ignore:Guards may run slower on Python 3.13.0",)
 COUNTED = ("passed", "failed", "error", "skipped")
 
 
