@@ -14,14 +14,19 @@ logger = logging.getLogger(__name__)
 
 def mathml(latex: str, *, display: bool, place: Any = None) -> str:
     """The formula as an element, with its source for those who cannot see it. One that is not understood warns."""
-    # latex2mathml has no fraction of fixed size, and sets the sizes of delimiters itself.
+    # latex2mathml has no fraction of fixed size. Its parentheses stretch where they are a pair, and its text is upright.
     simple = re.sub(r"\\[td]frac\b", r"\\frac", latex)
-    simple = re.sub(r"\\[Bb]igg?[lr]?(?![a-zA-Z])", "", simple)
+    simple = re.sub(r"\\[Bb]ig *(\(|\[|\\lceil)", r"\\left\1", simple)
+    simple = re.sub(r"\\[Bb]ig *(\)|\]|\\rceil)", r"\\right\1", simple)
+    simple = re.sub(r"\\[Bb]ig(?![a-zA-Z])", "", simple)
+    simple = re.sub(r"\\mathrm\{(\w)\}", r"\\text{\1}", simple)
     try:
         element = convert(simple, display="block" if display else "inline")
     except Exception as error:
         logger.warning("formula %r: %s", latex, error, location=place)
         return f"<code>{escape(latex)}</code>"
+    # Capital Greek letters are upright.
+    element = re.sub(r"<mi>(&#x003(?:9\w|A\d);)</mi>", r'<mi mathvariant="normal">\1</mi>', element)
     return element.replace("<math ", f'<math alttext="{escape(" ".join(latex.split()), quote=True)}" ', 1)
 
 
