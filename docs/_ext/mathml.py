@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 def mathml(latex: str, *, display: bool, place: Any = None) -> str:
     """The formula as an element, with its source for those who cannot see it. One that is not understood warns."""
-    # latex2mathml has no fraction of fixed size. Its parentheses stretch where they are a pair, and its text is upright.
+    # latex2mathml has no fraction of fixed size. Its parentheses stretch if they are a pair, its text is upright.
     simple = re.sub(r"\\[td]frac\b", r"\\frac", latex)
     simple = re.sub(r"\\[Bb]ig *(\(|\[|\\lceil)", r"\\left\1", simple)
     simple = re.sub(r"\\[Bb]ig *(\)|\]|\\rceil)", r"\\right\1", simple)
