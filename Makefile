@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs
 # Interpreters, each with a version of torch; the least and the newest that are supported.
 VERSIONS ?= python3.10=2.6 python3.12=newest
 
-.PHONY: help setup demo test test-rare test-versions test-gpu coverage check format report bench bench-gpu clean
+.PHONY: help setup docs docs-serve demo test test-rare test-versions test-gpu coverage check format release-check report bench bench-gpu clean
 
 help:
 	@echo "make demo      train the paper's MLP on handwritten digits with four normalizations and write a report"
@@ -19,6 +20,8 @@ help:
 	@echo "make report    write docs/reproduction.md and .html, and the README's table, from the results of experiments"
 	@echo "make bench     time the layers on this machine's CPU"
 	@echo "make bench-gpu time the layers and a training step on a CUDA device, from the tree, with the system's torch"
+	@echo "make docs      build the site in docs/_build/html and check its links; make docs-serve shows it on port 8000"
+	@echo "make release-check build wheel and sdist, and try them in a clean environment outside of the source"
 	@echo "make format    rewrite the code in the project's format"
 
 $(STAMP): pyproject.toml
@@ -40,6 +43,10 @@ test-rare: setup
 test-versions:
 	$(PYTHON) tests/helpers/versions.py $(VERSIONS)
 
+release-check: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
+	$(BIN)/python tests/helpers/release.py
+
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 10 -p no:benchmark -p no:cacheprovider tests
 
@@ -50,6 +57,18 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
+# Pages are read anew each time, because their tables come from files that Sphinx does not know; the gallery runs what changed.
+docs: $(DOCS_STAMP)
+	$(BIN)/python -m sphinx -b html -E -W --keep-going -q docs docs/_build/html
+	$(BIN)/python docs/check_links.py docs/_build/html
+
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory docs/_build/html 8000
 
 format: setup
 	$(BIN)/ruff check --fix .
@@ -66,4 +85,4 @@ bench-gpu:
 	PYTHONPATH=src $(PYTHON) benchmarks/run.py --device cuda
 
 clean:
-	rm -rf $(VENV) .versions .pytest_cache .ruff_cache .hypothesis .coverage coverage dist iternorm-demo
+	rm -rf $(VENV) .versions .pytest_cache .ruff_cache .hypothesis .coverage coverage dist iternorm-demo docs/_build docs/auto_gallery

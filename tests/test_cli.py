@@ -50,13 +50,13 @@ def test_help_names_the_verbs(invoke):
 
 
 def test_demo_prints_a_table_and_writes_a_page(invoke, tmp_path):
-    result = invoke("demo", "--epochs", 2, "--seed", 3, "--out", tmp_path / "new")
+    result = invoke("demo", "--epochs", 2, "--seed", 3, "--seeds", 2, "--out", tmp_path / "new")
     assert result.exit_code == 0, result.output
     for word in ("none", "BN", "DBN", "IterNorm", "condition", str(tmp_path / "new" / "report.html")):
         assert word in result.stdout
     assert_self_contained((tmp_path / "new" / "report.html").read_text(encoding="utf-8"))
     config = json.loads((tmp_path / "new" / "results.json").read_text())["config"]
-    assert (config["epochs"], config["seed"]) == (2, 3)
+    assert (config["epochs"], config["seeds"]) == (2, [3, 4])
 
 
 def test_bench_prints_a_table_and_writes_json(invoke, tiny_bench, tmp_path):
@@ -128,6 +128,10 @@ def test_bench_of_parts_writes_each_as_it_is_done(kind, run_name, lines_name, in
         (["bench", "--quick"], "error: quick=True is for device='cuda'; on a CPU use fewer rounds\n"),
         (["demo", "--epochs", "0"], "error: epochs=0 trains nothing: use 1 or more\n"),
         (["demo", "--seed", "-1"], "error: seed=-1 is negative: use 0 or more\n"),
+        (
+            ["demo", "--seeds", "0"],
+            "error: seeds=0 trains nothing: use 1 or more, and 3 or more for an error bar\n",
+        ),
         (["bench", "--rounds", "0"], "error: rounds=0 times nothing: use 1 or more\n"),
         (["bench", "--device", "[red]tpu"], "error: device='[red]tpu' is not known here: use 'cpu' or 'cuda'\n"),
     ],

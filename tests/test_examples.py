@@ -6,9 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import torch
 from checks import ended_well
 
 import iternorm
@@ -68,40 +66,6 @@ def test_study(tmp_path):
     assert "4 finished before" in run("-m", "iternorm", "run", study, "--smoke", "--seeds", 1, folder=tmp_path)
     output = run("-m", "iternorm", "report", study, "--out", ".", folder=tmp_path)
     assert "study.html" in output
-
-
-def run_page(name, least):
-    """What the page's code, of so many blocks or more, leaves behind."""
-    text = (EXAMPLES.parent / "docs" / name).read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) >= least
-    namespace = {}
-    for block in blocks:
-        exec(block, namespace)
-    return namespace
-
-
-def test_the_guide(capsys):
-    run_page("using.md", 7)
-    assert "previous" in capsys.readouterr().out
-
-
-def test_the_page_of_the_whitener():
-    found = run_page("whitener.md", 5)
-    assert found["white"].shape == (2000, 32)
-    for piece in found["z"]:
-        torch.testing.assert_close(piece.T.cov(), torch.eye(64), atol=1e-3, rtol=0)
-
-
-def test_the_page_of_tools(capsys):
-    found = run_page("tools.md", 2)
-    assert int(capsys.readouterr().out) > 0
-    assert isinstance(found["synchronized"][1], iternorm.SyncIterNorm)
-    layer: Any = iternorm.IterNorm2d(16, group_size=4).eval()
-    # What thop puts on every layer.
-    layer.total_ops = 0
-    found["for_thop"](layer, (torch.randn(2, 16, 3, 3),), None)
-    assert layer.total_ops == 2 * 16 * 9 * 4
 
 
 def test_train_wmse(tmp_path):

@@ -1,5 +1,7 @@
 """Whitening normalization for PyTorch: the one list of public names."""
 
+from importlib import metadata as _metadata
+
 from iternorm import functional, linalg, reference, solvers
 from iternorm.layers.base import SmallBatchWarning
 from iternorm.layers.lazy import (
@@ -41,7 +43,11 @@ from iternorm.models.fold.weights import (
 )
 from iternorm.whitener.estimator import Whitener
 
-__version__ = "0.1.0"
+try:
+    __version__ = _metadata.version("iternorm")
+except _metadata.PackageNotFoundError:
+    # The tree is on the path and nothing is installed.
+    __version__ = "0+unknown"
 
 __all__ = [
     "ConversionReport",

@@ -44,6 +44,7 @@ def test_a_network_is_timed_with_each_normalization_and_with_fused_layers(tiny):
     text = "\n".join(benchmark.network_lines(result))
     assert "Tiny, batch 4, eager" in text
     assert "| Tiny, batch 4, eager | 2.00 | 2.00 | 1.00 | 2.00 | 1.00 |" in benchmark.markdown_networks(result)
+    assert "| Tiny, batch 4 | 1.00 | 1.00 | – | – |" in benchmark.markdown_ratios(result)
 
 
 def test_what_fails_is_in_the_result_with_the_reason(tiny, monkeypatch):

@@ -1,6 +1,7 @@
 """The core's tests with other versions of Python and torch, each in an environment of its own: `make test-versions`.
 
     python tests/helpers/versions.py python3.10=2.6 python3.12=newest
+    python tests/helpers/versions.py --here      # the interpreter that runs this, with the torch that it has
 
 An environment is made once, in .versions, with nothing but torch, pytest and hypothesis. With a CUDA build of torch it
 takes 5 to 7 GB. To get CPU builds, name PyTorch's index of them in the environment variable PIP_EXTRA_INDEX_URL.
@@ -18,9 +19,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # What needs more than torch, or only reads the repository.
 OTHERS = ("experiments", "analysis", "networks", "bench", "report", "backends/triton", "test_cli*", "test_examples*")
-OTHERS += ("test_guides*", "test_readme*", "helpers")
+OTHERS += ("test_guides*", "test_readme*", "test_project*", "helpers")
 # What torch 2.6 says of itself: numpy is no dependency of torch, and is not installed.
 IGNORED = ("ignore:Failed to initialize NumPy", "ignore:Skipping serialization of skipfiles")
+# What torch.compile says of the first release of Python 3.13.
+IGNORED += ("ignore:Guards may run slower on Python 3.13.0",)
 COUNTED = ("passed", "failed", "error", "skipped")
 
 
@@ -46,7 +49,8 @@ def run(python: Path, arguments: list[str]) -> dict[str, int]:
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *ignored, *arguments, "tests"]
     # Triton's interpreter needs numpy; the kernels are not among these tests.
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "0"}
-    variables["ITERNORM_CACHE"] = str(python.parent.parent / "cache")
+    if python != Path(sys.executable):
+        variables["ITERNORM_CACHE"] = str(python.parent.parent / "cache")
     lines = []
     with subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -66,13 +70,16 @@ def versions(python: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="The tests of the core with other versions of Python and torch.")
-    parser.add_argument("pairs", nargs="+", metavar="PYTHON=TORCH", help='an interpreter, and 2.6 or "newest"')
+    parser.add_argument("pairs", nargs="*", metavar="PYTHON=TORCH", help='an interpreter, and 2.6 or "newest"')
+    parser.add_argument("--here", action="store_true", help="this interpreter, as it is")
     # What is not known, such as `-k` and its text, goes to pytest.
     options, arguments = parser.parse_known_args()
+    if not options.pairs and not options.here:
+        parser.error("name an interpreter and a torch, python3.10=2.6, or --here")
     rows = []
-    for pair in options.pairs:
+    for pair in [*options.pairs, *["here"] * options.here]:
         name, _, torch = pair.partition("=")
-        python = environment(name, torch)
+        python = Path(sys.executable) if pair == "here" else environment(name, torch)
         begun = time.monotonic()
         counts = run(python, arguments)
         seconds = f"{time.monotonic() - begun:.0f}"

@@ -10,9 +10,9 @@ from iternorm.report.plots import Points, line_svg, matrix_img
 # Wider than other pages: a table of a model has many columns.
 _STYLE = """<style>
 main { max-width: 84rem; }
-details { border-bottom: 1px solid #d9dee5; padding: 0.35rem 0; }
+details { border-bottom: 1px solid var(--rule); padding: 0.35rem 0; }
 summary { cursor: pointer; }
-summary .details { color: #5b6675; margin-left: 0.75rem; font-size: 0.93rem; }
+summary .details { color: var(--soft); margin-left: 0.75rem; font-size: 0.93rem; }
 .panel { display: flex; flex-wrap: wrap; gap: 0.5rem 1.5rem; align-items: flex-start; margin: 0.75rem 0; }
 .panel > svg, .panel > .plot { flex: 1 1 22rem; }
 .panel figure { margin: 0; }

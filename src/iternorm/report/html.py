@@ -15,10 +15,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _STYLE = """
-:root { color-scheme: light; --ink: #1c2430; --soft: #5b6675; --rule: #d9dee5; --tint: #f5f7fa; --link: #1f5fa8; }
+:root { color-scheme: light dark; --page: #fff; --ink: #1c2430; --soft: #5b6675; --rule: #d9dee5; --tint: #f5f7fa;
+  --link: #00664a; }
+@media (prefers-color-scheme: dark) { :root { --page: #131416; --ink: #cfd0d0; --soft: #9ca0a5; --rule: #303335;
+  --tint: #1a1c1e; --link: #5fd3ae; }
+  /* Figures are drawn on white. */
+  svg, main img { padding: 0.5rem; border-radius: 6px; background: #fff; } }
 * { box-sizing: border-box; }
-body { margin: 0; background: #fff; color: var(--ink);
+body { margin: 0; background: var(--page); color: var(--ink);
   font: 16px/1.6 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+a { color: var(--link); }
 main { max-width: 62rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
 h1 { margin: 0; font-size: clamp(1.4rem, 6vw, 2rem); line-height: 1.2; overflow-wrap: anywhere; }
 h2 { margin: 2.75rem 0 0.75rem; padding-top: 1.25rem; border-top: 1px solid var(--rule); font-size: 1.35rem; }
@@ -105,7 +111,9 @@ def html_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, capt
         for row in cells
     )
     title = "" if caption is None else f"<caption>{escape(caption)}</caption>\n"
-    return f'<div class="table"><table>\n{title}<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+    # A wide table scrolls, and a keyboard must be able to scroll it too.
+    content = f"{title}<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>"
+    return f'<div class="table" tabindex="0"><table>\n{content}</table></div>'
 
 
 def _html(value: object) -> str:

@@ -173,6 +173,21 @@ def test_other_processes_neither_try_a_failure_again_nor_repeat_it(fresh, compil
     assert in_another_process() == tried
 
 
+@pytest.mark.parametrize("known", ["-mcpu=native", ""])
+def test_a_compiler_may_call_the_machine_by_another_name(known, fresh, compiler, tmp_path):
+    log = tmp_path / "log"
+    # As clang says it on ARM; the last attempt names no processor.
+    unknown = "*-m*=native*) echo \"clang: error: unsupported argument 'native' to option '-march='\" >&2; exit 1;;"
+    accepted = f"*{known}*) ;;" if known else ""
+    compiler(f'case "$*" in {accepted} {unknown} esac\necho "$*" >> {log}\nexec {{real}} "$@" -O0')
+    torch.manual_seed(0)
+    actual = step("native")
+    torch.manual_seed(0)
+    torch.testing.assert_close(actual, step("torch"), rtol=1e-4, atol=1e-5)
+    (compiled,) = (line for line in log.read_text().splitlines() if " -c " in line)
+    assert [word for word in compiled.split() if word.endswith("=native")] == [known] * bool(known)
+
+
 @pytest.mark.parametrize("name", ["gcc", "clang"])
 def test_either_compiler_makes_the_kernels(name, fresh, monkeypatch):
     if shutil.which(name) is None:

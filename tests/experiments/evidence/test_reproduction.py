@@ -123,8 +123,8 @@ def test_our_number_is_mean_and_deviation(ours, unit, text):
 
 def test_verdicts_are_words():
     claim = Claim("x", Finding(Verdict.ONE_SEED, True), "", "1 of 4 configurations")
-    assert str(reproduction._verdict(claim)) == "one seed only, points to it, in 1 of 4 configurations"
-    assert str(reproduction._verdict(replace(claim, coverage=""))) == "one seed only, points to it"
+    assert str(reproduction.verdict_of(claim)) == "one seed only, points to it, in 1 of 4 configurations"
+    assert str(reproduction.verdict_of(replace(claim, coverage=""))) == "one seed only, points to it"
     claims = [claim, claim, *(Claim("x", Finding(verdict), "") for verdict in Verdict if verdict is not claim.verdict)]
     claims.append(Claim("x", measured(True), "", "1 of 4 configurations"))
     assert str(reproduction._counted(claims)) == (
@@ -175,15 +175,15 @@ def test_how_a_result_was_made_is_told_where_it_is_known(tiny, tmp_path):
 
 def test_a_column_that_would_be_empty_is_left_out():
     numbers = [Comparison("a", "", (1.0,)), Comparison("b", "", ())]
-    assert reproduction._numbers(numbers).columns == ("number", "ours", "n")
-    assert reproduction._numbers(numbers).rows[1] == ("b", "not run", "–")
+    assert reproduction.numbers(numbers).columns == ("number", "ours", "n")
+    assert reproduction.numbers(numbers).rows[1] == ("b", "not run", "–")
     numbers.append(Comparison("c", "3.5", (), note="why"))
-    assert reproduction._numbers(numbers).columns == ("number", "the paper", "ours", "n", "note")
-    assert reproduction._numbers(numbers).rows[0] == ("a", "–", "1.00 %", "1", "")
+    assert reproduction.numbers(numbers).columns == ("number", "the paper", "ours", "n", "note")
+    assert reproduction.numbers(numbers).rows[0] == ("a", "–", "1.00 %", "1", "")
 
 
 def test_a_mean_of_repeats_says_of_how_many():
-    (row,) = reproduction._numbers([Comparison("a", "", (1.5,), "", count=10)]).rows
+    (row,) = reproduction.numbers([Comparison("a", "", (1.5,), "", count=10)]).rows
     assert row[-1] == "10"
 
 

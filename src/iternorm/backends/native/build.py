@@ -29,7 +29,6 @@ REALS = {torch.float32: ("float", 4), torch.float64: ("double", 8)}
 # lacks must show when the library is loaded, not when it is called.
 _COMPILE = (
     "-O3",
-    "-march=native",
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -186,7 +185,14 @@ def _keep(folder: Path | None, name: str, content: bytes) -> None:
 
 def _build(compiler: list[str], flags: tuple[str, ...], source: Path, linked: Path) -> Path:
     compiled = linked.with_suffix(".o")
-    _run([*compiler, *flags, str(source), "-o", str(compiled)])
+    # Some versions of clang know the machine's own processor as -mcpu=native on ARM, and others not at all.
+    for native in (("-march=native",), ("-mcpu=native",), ()):
+        try:
+            _run([*compiler, *native, *flags, str(source), "-o", str(compiled)])
+            break
+        except BuildError as error:
+            if not native or "native" not in str(error):
+                raise
     _run([*compiler, *_LINK, str(compiled), "-o", str(linked)])
     return linked
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from iternorm.bench.gpu.networks import markdown_networks, network_lines, run_networks
+from iternorm.bench.gpu.networks import markdown_networks, markdown_ratios, network_lines, run_networks
 from iternorm.bench.gpu.roots import markdown_roots, root_lines, run_roots
 from iternorm.bench.gpu.synchronized import run_synchronized, synchronized_lines
 from iternorm.bench.gpu.table import lines, markdown, markdown_targets, put_between_markers
@@ -28,6 +28,7 @@ __all__ = [
     "lines",
     "markdown",
     "markdown_networks",
+    "markdown_ratios",
     "markdown_roots",
     "markdown_targets",
     "network_lines",

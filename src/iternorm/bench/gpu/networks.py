@@ -71,7 +71,7 @@ def network_lines(result: dict) -> list[str]:
 
 
 def markdown_networks(result: dict) -> str:
-    """The README's table: a training step of each network, BatchNorm's and ours."""
+    """The site's table: a training step of each network, BatchNorm's and ours."""
     rows = [["training step", "BatchNorm, ms", "IterNorm, ms", "ratio", "fused, ms", "ratio"]]
     for part in result["networks"]:
         by_name = {row["name"]: row for row in part["rows"]}
@@ -90,6 +90,21 @@ def markdown_networks(result: dict) -> str:
     return "\n".join(
         [f"{where_measured(result)}, bf16 autocast, channels_last, groups of 64 channels.", "", *markdown_table(rows)]
     )
+
+
+def markdown_ratios(result: dict) -> str:
+    """The README's table: a step's time as a share of BatchNorm's, a line for each network and batch size."""
+    rows = [["training step, IterNorm / BatchNorm", "eager", "eager, fused", "compiled", "compiled, CUDA graph"]]
+    columns = {"eager": 1, "default": 3, "reduce-overhead": 4}
+    for part in (part for part in result["networks"] if "network" in part):
+        name = f"{part['network']}, batch {part['batch_size']}"
+        if rows[-1][0] != name:
+            rows.append([name, *["–"] * 4])
+        by_name = {row["name"]: row.get("ratio_to_batch_norm") for row in part["rows"]}
+        rows[-1][columns[part["mode"]]] = ratio(by_name.get("IterNorm d=64"))
+        if part["mode"] == "eager":
+            rows[-1][2] = ratio(by_name.get("IterNorm d=64 fused"))
+    return "\n".join(markdown_table(rows))
 
 
 def _title(part: dict) -> str:

@@ -119,15 +119,18 @@ def markdown(title: str, summary: Sequence[Block], sections: Sequence[Section], 
             return f"![{block.label}]({Path(os.path.relpath(block.path, folder)).as_posix()})"
         if isinstance(block, Command):
             return f"```sh\n{block.text}\n```"
-        if isinstance(block, Table):
-            lines = [block.columns, ("---",) * len(block.columns), *block.rows]
-            return "\n".join("| " + " | ".join(map(_markdown_cell, line)) + " |" for line in lines)
-        return block
+        return markdown_table(block) if isinstance(block, Table) else block
 
     parts = [f"# {title}", "Written by `iternorm report`: do not edit.", *map(rendered, summary)]
     for section in sections:
         parts += [f'<a id="{section.id}"></a>', f"## {section.id}: {section.title}", *map(rendered, section.blocks)]
     return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(table: Table) -> str:
+    """One table as Markdown."""
+    lines = [table.columns, ("---",) * len(table.columns), *table.rows]
+    return "\n".join("| " + " | ".join(map(_markdown_cell, line)) + " |" for line in lines)
 
 
 def _markdown_cell(cell: Cell) -> str:

@@ -113,7 +113,7 @@ def _section(experiment: Experiment, state: State, claims: Sequence[Claim], root
         parts.append(f"Not used: {reason}.")
     if claims:
         found = ((claim.evidence if state.finished else "") or "–" for claim in claims)
-        cells = ((claim.text, _verdict(claim), what) for claim, what in zip(claims, found, strict=True))
+        cells = ((claim.text, verdict_of(claim), what) for claim, what in zip(claims, found, strict=True))
         said = "the paper says" if experiment.is_papers else "claim"
         parts.append(Table((said, "verdict", "what was found"), tuple(cells)))
     elif text := experiment.field("Claim"):
@@ -121,7 +121,7 @@ def _section(experiment: Experiment, state: State, claims: Sequence[Claim], root
     # A number that neither has says nothing.
     comparisons = [number for number in experiment.compare(state.finished) if number.paper or number.ours]
     if comparisons:
-        parts.append(_numbers(comparisons))
+        parts.append(numbers(comparisons))
     for name in ("The paper got", "Departures"):
         if text := experiment.field(name):
             parts.append(f"**{name}:** {text}")
@@ -145,7 +145,8 @@ def _shortened(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(f"`{name}`" for name in names[:most]) + more
 
 
-def _verdict(claim: Claim) -> Verdicts:
+def verdict_of(claim: Claim) -> Verdicts:
+    """The verdict on a claim as a cell."""
     return Verdicts(((claim.verdict, str(claim.finding) + (f", in {claim.coverage}" if claim.coverage else "")),))
 
 
@@ -183,7 +184,7 @@ def _covered(count: int, of: int, part: str) -> str:
     return f"in {part}" if count == of else f"{'one' if count == 1 else count} in {part}"
 
 
-def _numbers(comparisons: Sequence[Comparison]) -> Table:
+def numbers(comparisons: Sequence[Comparison]) -> Table:
     """The paper's numbers beside ours; a column that would be empty is left out."""
     columns = {
         "number": [number.what for number in comparisons],
