@@ -141,7 +141,8 @@ def _exported_samples(x: Tensor, weight: Tensor | None, bias: Tensor | None, set
         covariance = blocks @ blocks.mT / blocks.shape[-1] + settings.eps * identity
         y = solvers.composed(covariance, settings.solver, settings.num_iters) @ blocks
         y = scale_and_shift(y.reshape(*x.shape[:2], -1), weight, bias).reshape(x.shape).to(x.dtype)
-    return relu(y) if settings.relu else y
+    # Not `settings.relu`: the compilers up to torch 2.9 take a property of a named tuple for a value of the graph.
+    return relu(y) if settings.activation == "relu" else y
 
 
 def _laid_out_as(x: Tensor, y: Tensor) -> Tensor:

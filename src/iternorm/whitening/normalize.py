@@ -76,5 +76,5 @@ def _finished(y: Tensor, residual: Tensor | None, settings: Settings) -> Tensor:
     """What follows the normalization: an addition and an activation, where they are asked for."""
     if residual is not None:
         y = y + residual
-    # Not `settings.relu`: the compiler of torch 2.6 takes a property of a named tuple for a value of the graph.
+    # Not `settings.relu`: the compilers up to torch 2.9 take a property of a named tuple for a value of the graph.
     return F.relu(y) if settings.activation == "relu" else y
