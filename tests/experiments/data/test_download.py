@@ -10,8 +10,8 @@ import sys
 import tarfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
