@@ -1,10 +1,13 @@
 """Two and three processes equal one process on the concatenated batch; and what happens when they cannot."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import sync_ranks
 import torch
+import torch.distributed as dist
 from sync_checks import SIZE, assert_equal_to_one_process, loaded, results_of, running
 from sync_ranks import CASES
 from torch import nn
@@ -183,3 +186,20 @@ def test_convert_sync_iternorm_takes_exact_whitening_too():
 def test_an_implementation_that_does_not_synchronize_raises():
     with pytest.raises(ValueError, match='impl="reference" does not synchronize'):
         iternorm.SyncIterNorm(4, impl="reference")
+
+
+def test_a_group_that_was_destroyed_is_not_kept_alive():
+    """What still lives when the interpreter ends may crash it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        group = weakref.ref(dist.group.WORLD)
+        y = iternorm.SyncIterNorm(4)(torch.randn(9, 4, requires_grad=True))
+        y.sum().backward()
+        del y
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    assert group() is None
+    assert collective.active_group(None) is None

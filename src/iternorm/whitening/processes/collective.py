@@ -8,6 +8,7 @@ A rank sends one fp32 vector (fp64 for fp64 input), whichever backend computed i
 mean ``[C]`` and its covariance ``[G, d, d]``, backward Σ dy ``[C]`` and Σ dy (x - mean)ᵀ ``[G, d, d]``.
 """
 
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -114,8 +115,8 @@ def sum_over_ranks_eagerly(packed: Tensor, group: Group) -> Tensor:
 
 
 def _found(group: Group) -> dist.ProcessGroup:
-    if _last is not None and _last[1] == group:
-        return _last[0]
+    if _last is not None and _last[1] == group and (known := _last[0]()) is not None:
+        return known
     return dist.distributed_c10d._resolve_process_group(group.name)  # pyright: ignore
 
 
@@ -140,19 +141,19 @@ def active_group(process_group: dist.ProcessGroup | None) -> Group | None:
         # It would guard what a global holds.
         return None if group is None else _described(group)
     if group is None:
-        _last = None
         return None
     # Name and size take ten times as long to ask for.
-    if _last is None or _last[0] is not group:
+    if _last is None or _last[0]() is not group:
         described = _described(group)
         if described is None:
             return None
-        _last = group, described
+        _last = weakref.ref(group), described
     return _last[1]
 
 
-# The group that was asked for last, and what it is called. None after a group was destroyed: it is not kept alive.
-_last: tuple[dist.ProcessGroup, Group] | None = None
+# The group that was asked for last, and what it is called. A group that is kept alive until the interpreter ends may
+# crash it.
+_last: tuple[weakref.ref[dist.ProcessGroup], Group] | None = None
 
 
 def _described(group: dist.ProcessGroup) -> Group | None:
