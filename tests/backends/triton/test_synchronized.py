@@ -32,6 +32,7 @@ def in_torch(case):
     return replace(case, words={**case.words, "impl": "torch"})
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("name", sync_kernels.CASES)
 def test_ranks_equal_one_process_on_the_concatenated_batch(ranks, name):
     assert_equal_to_one_process([rank[name] for rank in ranks], in_torch(sync_kernels.CASES[name]))
@@ -44,16 +45,19 @@ def test_large_groups_over_ranks_equal_one_process(tmp_path):
         assert_equal_to_one_process([rank[name] for rank in ranks], in_torch(case))
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("name", sync_kernels.COMPILED)
 def test_full_graph_compile_equals_one_process(ranks, name):
     assert_equal_to_one_process([rank["compiled", name] for rank in ranks], in_torch(sync_kernels.CASES[name]))
 
 
+@pytest.mark.rare
 def test_ranks_of_different_backends_understand_each_other(ranks):
     case = in_torch(sync_kernels.CASES["ragged groups"])
     assert_equal_to_one_process([rank["another backend"] for rank in ranks], case)
 
 
+@pytest.mark.rare
 def test_all_ranks_keep_the_same_statistics_to_the_last_bit(ranks):
     for name in sync_kernels.CASES:
         for rank in ranks[1:]:
@@ -61,6 +65,7 @@ def test_all_ranks_keep_the_same_statistics_to_the_last_bit(ranks):
                 assert torch.equal(rank[name][1][buffer], value), (name, buffer)
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_a_residual_and_an_activation(ranks, activation):
     case = in_torch(sync_kernels.CASES["ragged groups"])
@@ -80,11 +85,13 @@ def test_a_residual_and_an_activation(ranks, activation):
         torch.testing.assert_close(own, value, rtol=bound, atol=bound)
 
 
+@pytest.mark.rare
 def test_one_collective_forward_one_backward(ranks):
     expected = {"forward": ["all_gather_into_tensor"], "backward": ["all_reduce"]}
     assert [rank["collectives"] for rank in ranks] == [expected] * SIZE
 
 
+@pytest.mark.rare
 def test_bad_input_is_refused_as_elsewhere(ranks):
     for rank in ranks:
         assert rank["one value"].startswith("ValueError: Expected more than 1 value per channel when training, got 1")
@@ -92,6 +99,7 @@ def test_bad_input_is_refused_as_elsewhere(ranks):
         assert rank["refused"].startswith('ValueError: impl="reference" does not synchronize')
 
 
+@pytest.mark.rare
 def test_without_a_gradient_of_the_input_those_of_the_parameters_stay_the_ranks_own(ranks):
     for rank in ranks:
         assert torch.equal(rank["weight alone"], torch.full((6,), 4.0))
