@@ -198,7 +198,6 @@ def _(grad, x, weight, state, output, group_size, num_iters, exact, needs_residu
         asked = (output is not None, needs_residual, ranks)
         plan = chains.plan_of_state(state, x, weight, group_size, num_iters, exact, *asked)
         source = chains.as_read(x, plan)
-        grad, output = chains.in_strides(grad, source), chains.in_strides(output, source)
         sent, grad_weight, grad_bias, passed = chains.cross_moments(grad, source, weight, state, output, plan)
         # An operator returns tensors: what was not asked for is empty.
         grad_weight = state.new_empty(0) if grad_weight is None else grad_weight
@@ -224,7 +223,6 @@ def _(grad, x, weight, state, total, output, group_size, num_iters, eps, exact, 
         asked = (output is not None, False, ranks)
         plan = chains.plan_of_state(state, x, weight, group_size, num_iters, exact, *asked)
         source = chains.as_read(x, plan)
-        grad, output = chains.in_strides(grad, source), chains.in_strides(output, source)
         return chains.as_given(chains.input_gradient(grad, source, weight, state, total, output, plan, eps), x, source)
 
 
