@@ -12,7 +12,7 @@ import pytest
 from iternorm import SmallBatchWarning
 from iternorm.bench.gpu import put_between_markers
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
 DOCUMENTS += sorted(
     str(path.relative_to(ROOT))

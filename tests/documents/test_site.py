@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-check = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "check_links.py"))["check"]
+check = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "check_links.py"))["check"]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import iternorm
 from iternorm import cli
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDE = DOCS / "choosing.md"
 PAGES = sorted(str(path.relative_to(DOCS)) for path in [*DOCS.glob("*.md"), *DOCS.glob("methods/*.md")])

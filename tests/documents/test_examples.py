@@ -11,7 +11,7 @@ from checks import ended_well
 
 import iternorm
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(*command, folder):

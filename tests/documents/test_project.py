@@ -10,7 +10,7 @@ import yaml
 
 import iternorm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WORKFLOWS = ROOT / ".github" / "workflows"
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
