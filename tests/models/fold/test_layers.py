@@ -1,20 +1,17 @@
-"""A folded model gives the output of the unfolded one, and holds no layer it could do without."""
+"""A folded model gives the output of the unfolded one: each neighbour, whole networks, bad input."""
 
 import copy
-import pickle
-from typing import Any
 
 import pytest
 import third_party
 import torch
-from third_party import BatchNormAct2d, logits
+from foldable import check, norms_of, settled
+from third_party import logits
 from torch import nn
-from torch.nn.utils import parametrizations
 
 import iternorm
 from iternorm import (
     DecorrelatedBatchNorm2d,
-    FoldTable,
     IterNorm1d,
     IterNorm2d,
     IterNorm3d,
@@ -25,46 +22,6 @@ from iternorm import (
     fold_into_previous_layer,
     fold_pointwise,
 )
-from iternorm.layers.base import WhiteningNorm
-
-
-def settled(model) -> Any:
-    """Statistics as after some training (full matrices, symmetric), random scales and shifts, fp64, eval."""
-    generator = torch.Generator().manual_seed(1)
-    model = model.double().eval()
-    with torch.no_grad():
-        for layer in model.modules():
-            if not isinstance(layer, WhiteningNorm):
-                continue
-            layer.running_mean.normal_(generator=generator)
-            noise = torch.empty_like(layer.get_buffer(f"running_{layer.running}")).normal_(generator=generator)
-            covariance = noise @ noise.mT / noise.shape[-1] + torch.eye(noise.shape[-1])
-            mask = layer.running_matrix.diagonal(dim1=-2, dim2=-1) != 0
-            layer.running_matrix.copy_(covariance * mask[:, :, None] * mask[:, None, :])
-            if layer.affine:
-                layer.weight.uniform_(0.5, 1.5, generator=generator)
-                layer.bias.normal_(generator=generator)
-    return model
-
-
-def norms_of(model):
-    return [m for m in model.modules() if isinstance(m, WhiteningNorm)]
-
-
-def check(model, x, hows, **words) -> tuple[Any, FoldTable]:
-    """Fold by tracing and by running; both must give the same table and the model's output."""
-    expected = model(x)
-    tables = []
-    for example in (None, x):
-        folded, table = fold(model, example, **words)
-        assert not norms_of(folded)
-        torch.testing.assert_close(folded(x), expected, rtol=1e-10, atol=1e-10)
-        assert [row.how for row in table] == hows
-        tables.append(table)
-    assert [row[:3] for row in tables[0]] == [row[:3] for row in tables[1]]
-    assert norms_of(model)
-    return folded, table
-
 
 PREVIOUS = {
     "Linear": (nn.Linear(5, 10), (5,)),
@@ -271,143 +228,6 @@ def test_norms_on_both_sides_of_a_convolution():
         nn.Sequential(nn.ReLU(), IterNorm2d(8, group_size=3), nn.Conv2d(8, 6, 3), nn.Dropout(0.5), IterNorm2d(6))
     )
     check(model, torch.randn(2, 8, 6, 6, dtype=torch.float64), ["next", "previous"])
-
-
-class Wired(nn.Module):
-    """A convolution, a norm and a convolution, joined as `wire` says."""
-
-    def __init__(self, wire, **modules):
-        super().__init__()
-        self.wire = wire
-        self.conv = nn.Conv2d(4, 4, 3, padding=1)
-        self.norm = IterNorm2d(4)
-        self.last = nn.Conv2d(4, 4, 1)
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, x):
-        return self.wire(self, x)
-
-
-UNSAFE = {
-    "output used twice": lambda m, x: m.norm(y := m.conv(x)) + y,
-    "output returned": lambda m, x: torch.cat([m.norm(y := m.conv(x)), y]),
-    "relu between": lambda m, x: m.norm(m.conv(x).relu()).relu(),
-    "addition between": lambda m, x: m.norm(m.conv(x) + x).relu(),
-    "in place between": lambda m, x: m.norm(m.conv(x).mul_(2)).relu(),
-    "convolution used twice": lambda m, x: m.norm(m.conv(m.conv(x))).relu(),
-    "norm used twice": lambda m, x: m.norm(m.norm(m.conv(x)).relu()).relu(),
-    "weight read elsewhere": lambda m, x: m.norm(m.conv(x)).relu() * m.conv.weight.sum(),
-    "norm's output used twice": lambda m, x: m.last(y := m.norm(x)) + y,
-    "next used twice": lambda m, x: m.last(m.last(m.norm(x))),
-    "norm's output changed in place": lambda m, x: m.last(m.norm(x).relu_()),
-}
-
-
-@pytest.mark.parametrize("name", UNSAFE)
-def test_a_neighbour_that_is_not_the_norms_alone_is_left_as_it_is(name):
-    torch.manual_seed(0)
-    model = settled(Wired(UNSAFE[name]))
-    folded, table = check(model, torch.randn(2, 4, 5, 5, dtype=torch.float64), ["pointwise"])
-    assert torch.equal(folded.conv.weight, model.conv.weight)
-    assert torch.equal(folded.last.weight, model.last.weight)
-    assert table[0].into == ""
-
-
-def test_a_model_output_with_the_convolutions_own_output():
-    model = settled(Wired(lambda m, x: (m.norm(y := m.conv(x)), y)))
-    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
-    for example in (None, x):
-        folded, _ = fold(model, example)
-        for got, expected in zip(folded(x), model(x), strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_hooks_see_what_they_saw():
-    chain = lambda m, x: m.norm(m.conv(x)).relu()  # noqa: E731
-    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
-    for name in ("conv", "norm"):
-        model = settled(Wired(chain))
-        seen = []
-        getattr(model, name).register_forward_hook(lambda module, args, output, seen=seen: seen.append(output))
-        check(model, x, ["pointwise"])
-        folded, _ = fold(model)
-        seen.clear()
-        model(x)
-        folded(x)
-        torch.testing.assert_close(seen[0], seen[1], rtol=1e-10, atol=1e-10)
-
-
-def test_parametrized_and_overridden_neighbours_are_left():
-    class Doubled(nn.Conv2d):
-        def forward(self, input):
-            return 2 * super().forward(input)
-
-    chain = lambda m, x: m.norm(m.conv(x)).relu()  # noqa: E731
-    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
-    for conv in (parametrizations.weight_norm(nn.Conv2d(4, 4, 3)), Doubled(4, 4, 3)):
-        check(settled(Wired(chain, conv=conv)), x, ["pointwise"])
-
-
-def test_a_layer_that_is_also_used_where_tracing_does_not_look():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.norm = IterNorm1d(4)
-            # torch.fx takes layers of torch.nn as one, with what is inside.
-            self.encoder = nn.TransformerEncoderLayer(4, 2, 4, batch_first=True)
-            self.encoder.linear1 = self.linear
-
-        def forward(self, x):
-            return self.encoder(self.norm(self.linear(x)).unsqueeze(1))
-
-    check(settled(Model()), torch.randn(3, 4, dtype=torch.float64), ["pointwise"])
-
-
-def test_tied_weights_stay_tied():
-    model: Any = Wired(lambda m, x: m.other(m.norm(m.conv(x)).relu()), other=nn.Conv2d(4, 4, 3))
-    model.other.weight = model.conv.weight
-    settled(model)
-    folded, _ = check(model, torch.randn(2, 4, 5, 5, dtype=torch.float64), ["pointwise"])
-    assert folded.other.weight is folded.conv.weight
-
-
-def test_a_linear_layer_whose_features_are_not_channels():
-    model = settled(nn.Sequential(nn.Linear(5, 6), IterNorm1d(6)))
-    x = torch.randn(3, 6, 5, dtype=torch.float64)
-    folded, table = fold(model, x)
-    assert table[0].how == "pointwise"
-    torch.testing.assert_close(folded(x), model(x), rtol=1e-10, atol=1e-10)
-
-
-def test_a_norm_with_an_activation_folds_and_keeps_it():
-    model = nn.Sequential(nn.Conv2d(4, 6, 3), BatchNormAct2d(6, drop=0.1), nn.Conv2d(6, 3, 1))
-    model = settled(convert_batchnorm(model, group_size=4))
-    folded, _ = check(model, torch.randn(2, 4, 5, 5, dtype=torch.float64), ["previous"])
-    assert [type(m) for m in folded[1]] == [nn.Identity, nn.Dropout2d, nn.ReLU]
-
-
-RESIDUALS = {
-    "previous": lambda m, x: m.norm(m.conv(x), residual=x),
-    "its own input": lambda m, x: m.norm(y := m.conv(x), residual=y),
-    "by position": lambda m, x: m.norm(m.conv(x), x),
-    "before a convolution": lambda m, x: m.last(m.norm(x, residual=m.conv(x))),
-    "of another norm": lambda m, x: m.norm(m.conv(x), residual=m.norm2(m.last(x))),
-}
-
-
-@pytest.mark.parametrize("activation", [None, "relu"])
-@pytest.mark.parametrize("name", RESIDUALS)
-def test_what_a_norm_adds_to_its_output_is_still_added(name, activation):
-    torch.manual_seed(0)
-    words = {"norm": IterNorm2d(4, activation=activation)}
-    if "another" in name:
-        words["norm2"] = IterNorm2d(4)
-    hows = {"its own input": ["pointwise"], "before a convolution": ["pointwise"], "of another norm": ["previous"] * 2}
-    model = settled(Wired(RESIDUALS[name], **words))
-    folded, _ = check(model, torch.randn(2, 4, 5, 5, dtype=torch.float64), hows.get(name, ["previous"]))
-    pickle.loads(pickle.dumps(folded.norm))
 
 
 def test_decorrelated_features_fold_into_their_linear_layer():
