@@ -88,7 +88,12 @@ def archive(server, monkeypatch, folder):
     """Serve CIFAR-10's archive: the files of a folder, and some that try to be written elsewhere."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w:gz") as opened:
-        for name in ("../evil", f"{folder.parent}/evil", "cifar-10-batches-bin/../../data_batch_1.bin", "data_batch_2.bin"):
+        for name in (
+            "../evil",
+            f"{folder.parent}/evil",
+            "cifar-10-batches-bin/../../data_batch_1.bin",
+            "data_batch_2.bin",
+        ):
             opened.addfile(tarfile.TarInfo(name), io.BytesIO())
         for path in sorted(folder.iterdir()):
             opened.add(path, f"cifar-10-batches-bin/{path.name}")

@@ -1,0 +1,149 @@
+"""Sweeps over damaged files, a full disk and folders that cannot be written: what is named, and that no job is lost."""
+
+import errno
+import json
+
+import pytest
+from sweeps import swept
+
+from iternorm.experiments.jobs import locks, registry, results
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda text: text[: len(text) // 2], "is not complete JSON"),
+        (lambda text: "", "is not complete JSON"),
+        (lambda text: "[]", "has format None"),
+        (lambda text: text.replace('"format": 1', '"format": 0'), "has format 0, this version of iternorm writes 1"),
+        (lambda text: text.replace('"number": 1', '"number": 7'), "result of another configuration"),
+        (lambda text: text.replace('"seconds"', '"second"'), "has no 'seconds'"),
+    ],
+)
+def test_unusable_files_are_named_set_aside_and_run_again(counting, tmp_path, damage, reason):
+    path = next(swept(counting, tmp_path)).path
+    good, bad = path.read_text(), damage(path.read_text())
+    path.write_text(bad)
+    state = registry.survey(counting, tmp_path)
+    assert len(state.missing) == 2
+    assert reason in state.unusable[0]
+    outcome = next(swept(counting, tmp_path))
+    assert reason in str(outcome.set_aside)
+    assert str(path) in str(outcome.set_aside)
+    aside = path.with_name(path.name + ".unusable")
+    assert aside.name in str(outcome.set_aside)
+    assert aside.read_text() == bad
+    assert json.loads(path.read_text())["rows"] == json.loads(good)["rows"]
+    # A second one does not overwrite the first.
+    path.write_text("{")
+    next(swept(counting, tmp_path))
+    assert aside.read_text() == bad
+    assert aside.with_name(aside.name + ".1").read_text() == "{"
+
+
+def test_a_file_that_is_not_text_is_named_set_aside_and_run_again(counting, tmp_path):
+    path = next(swept(counting, tmp_path)).path
+    # What PowerShell makes of a text that is redirected into a file.
+    bad = path.read_text().encode("utf-16")
+    path.write_bytes(bad)
+    assert f"{path} is not UTF-8 text" in registry.survey(counting, tmp_path).unusable[0]
+    outcome = next(swept(counting, tmp_path))
+    assert outcome.what == "ran"
+    assert f"{path} is not UTF-8 text" in str(outcome.set_aside)
+    assert path.with_name(path.name + ".unusable").read_bytes() == bad
+    assert results.load(tmp_path, "counting", counting.jobs()[0]).rows
+
+
+def test_what_was_set_aside_is_told_where_the_job_fails_too(counting, tmp_path):
+    path = next(swept(counting, tmp_path)).path
+    path.write_text("{")
+
+    def broken(config, context):
+        raise ZeroDivisionError("no")
+
+    counting.module.run = broken
+    outcome = next(swept(counting, tmp_path))
+    assert outcome.what == "failed"
+    assert "is not complete JSON" in str(outcome.set_aside)
+
+
+def test_a_result_that_cannot_be_saved_names_its_path_and_loses_no_other(counting, tmp_path, monkeypatch):
+    real = results.write_text_atomically
+
+    def full(path, text):
+        if path.name.startswith("n1"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, text)
+
+    def run(config, context):
+        (context.folder / "checkpoint").touch()
+        return [{}]
+
+    counting.module.run = run
+    monkeypatch.setattr(results, "write_text_atomically", full)
+    failed, ran = swept(counting, tmp_path)
+    assert (failed.what, ran.what) == ("failed", "ran")
+    assert str(failed.error).startswith(f"{failed.path} could not be saved: No space left on device")
+    # What the job had kept is still there for the next run, and nobody holds it.
+    config = counting.jobs()[0]
+    assert (registry.work_folder(tmp_path, "counting", config) / "checkpoint").exists()
+    assert not locks.is_held(registry.lock_path(tmp_path, "counting", config))
+
+
+def test_rows_that_are_not_json_fail_their_job_alone(counting, tmp_path):
+    counting.module.run = lambda config, context: [{"value": float("nan") if config["job"] == "n1" else 1.0}]
+    failed, ran = swept(counting, tmp_path)
+    assert (failed.what, ran.what) == ("failed", "ran")
+    assert not failed.path.exists()
+
+
+def test_a_job_that_cannot_be_claimed_or_read_loses_no_other(counting, tmp_path, monkeypatch):
+    config, other = counting.jobs()
+    # A folder where a file should be: it is neither a result nor to be set aside.
+    results.result_path(tmp_path, "counting", config).mkdir(parents=True)
+    failed, ran = swept(counting, tmp_path)
+    assert (failed.what, ran.what) == ("failed", "ran")
+    assert str(failed.path) in str(failed.error)
+    ran.path.unlink()
+    lock = registry.lock_path(tmp_path, "counting", other)
+    lock.mkdir(parents=True)
+    outcomes = list(swept(counting, tmp_path))
+    assert [outcome.what for outcome in outcomes] == ["failed", "failed"]
+    assert str(lock) in str(outcomes[1].error)
+
+
+def test_a_file_that_cannot_be_set_aside_keeps_no_claim(counting, tmp_path, monkeypatch):
+    path = next(swept(counting, tmp_path)).path
+    path.write_text("{")
+
+    def locked(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(results, "set_aside", locked)
+    outcome = next(swept(counting, tmp_path))
+    assert outcome.what == "failed"
+    assert str(path) in str(outcome.error)
+    assert not locks.is_held(registry.lock_path(tmp_path, "counting", counting.jobs()[0]))
+    assert path.read_text() == "{"
+
+
+def test_a_file_that_somebody_makes_again_is_not_set_aside(counting, tmp_path):
+    path = next(swept(counting, tmp_path)).path
+    path.write_text("{")
+    with locks.claim(registry.lock_path(tmp_path, "counting", counting.jobs()[0])):
+        assert next(swept(counting, tmp_path)).what == "running elsewhere"
+    assert path.read_text() == "{"
+
+
+def test_a_result_that_arrives_before_the_claim_is_taken(counting, tmp_path, monkeypatch):
+    config = counting.jobs()[0]
+    real = locks.claim
+
+    def late(path):
+        results.save(tmp_path, results.Result("counting", config, [{"value": 9}], 1.0, {}))
+        return real(path)
+
+    monkeypatch.setattr(locks, "claim", late)
+    assert next(swept(counting, tmp_path)).result.rows == [{"value": 9}]
+    assert counting.module.ran == []
+    assert not locks.is_held(registry.lock_path(tmp_path, "counting", config))
