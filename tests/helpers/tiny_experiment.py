@@ -2,7 +2,8 @@
 
 `python tiny_experiment.py run tiny ...` is the command line with this module as its only experiment.
 Where TINY_LOG names a file every run of a job adds a line to it. TINY_WAIT names a file that a job waits for. With
-TINY_MEET=n a job waits until n jobs have begun. TINY_FORK makes a job fork a child that outlives it.
+TINY_MEET=n a job waits until n jobs have begun. TINY_FORK makes a job fork a child that outlives it. TINY_LATE names a
+rank that begins a second after the others.
 """
 
 import json
@@ -27,6 +28,8 @@ def jobs(plan):
 def run(config, context):
     kept = context.folder / "checkpoint"
     resumed = kept.exists()
+    if "TINY_LATE" in os.environ and os.environ["TINY_LATE"] == os.environ.get("RANK"):
+        time.sleep(1)
     kept.write_text("half of it")
     entry = {"job": config["job"], "pid": os.getpid(), "rank": os.environ.get("RANK"), "resumed": resumed}
     entry["data"] = os.environ.get("ITERNORM_DATA")

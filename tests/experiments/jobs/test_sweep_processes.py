@@ -71,7 +71,8 @@ def test_under_torchrun_all_ranks_run_what_the_first_decides(tmp_path):
     list(sweep.run([finished], root))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with locks.claim(registry.lock_path(root, "tiny", claimed[1])):
-        process = start(tmp_path, "run", "tiny", "--results", root, launcher=launcher)
+        # The first process ends a job long before the second begins it.
+        process = start(tmp_path, "run", "tiny", "--results", root, launcher=launcher, TINY_LATE=1)
         code, output, errors = finish(process)
     assert ended_well(code, errors), errors
     ran = [(entry["job"], entry["rank"]) for entry in tiny_experiment.log_entries(tmp_path / "log")]

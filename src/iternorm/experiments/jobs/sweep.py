@@ -127,6 +127,8 @@ def _run_one(
                 raise RuntimeError(f"{experiment.id} {config['job']} failed: {error}") from error
             notice = taken.set_aside if isinstance(taken, Taken) else None
             return Outcome(experiment, config, path, "failed", set_aside=notice, error=error)
+        # The first process removes the job's folder, which others may still use.
+        ranks.wait()
         if isinstance(taken, Taken):
             return conclude(experiment, result, root, taken)
         return Outcome(experiment, config, path, "ran", result)
@@ -251,11 +253,16 @@ class _Ranks:
 
         return broadcast_object_list([value], from_process=0)[0]
 
+    def wait(self) -> None:
+        """Return when every process has come here."""
+        if self._state is not None:
+            self._state.wait_for_everyone()
+
     def end(self) -> None:
         """Leave the process group. Not for a process that has failed, since the others may be waiting elsewhere."""
         if self._state is not None:
             # Processes that still communicate with one that has left would fail.
-            self._state.wait_for_everyone()
+            self.wait()
             self._state.destroy_process_group()
             # torch keeps a group that DDP has used. If one of its threads released a tensor during interpreter
             # shutdown, that would abort the process, so it gets the time to do it now.
