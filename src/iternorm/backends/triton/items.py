@@ -13,7 +13,7 @@ from iternorm.backends.triton.device.items import item_cross_moments, item_momen
 from iternorm.backends.triton.device.tiles import Tile
 from iternorm.backends.triton.layout import LARGEST_NEWTON, Layout, dense, padded_size, placed
 from iternorm.backends.triton.plan import Key, Plan
-from iternorm.backends.triton.precision import split_for
+from iternorm.backends.triton.precision import Split, split_for
 from iternorm.backends.triton.run import in_strides, parts_of
 from iternorm.backends.triton.runtime import Launch, given_to
 from iternorm.backends.triton.tiling import Tiles
@@ -70,10 +70,14 @@ class ItemPlan(Plan):
         )
 
     def _tiles(self, kernel: str) -> Tiles:
-        tiles = super()._tiles(kernel)
-        if kernel == "cross_moments" and self.layout.padded > 32:
-            # Two sums have the size of a tile.
-            return tiles._replace(samples=min(tiles.samples, 64))
+        tiles, small = super()._tiles(kernel), self.layout.padded < LARGEST_NEWTON
+        if small:
+            # Two programs fit, and are wanted: a tile of few rows has few bytes on their way.
+            tiles = tiles._replace(samples=min(tiles.samples, 128 if self.key.split == Split.ONE_PART else 64))
+            tiles = tiles._replace(warps=4, per_sm=2)
+        if kernel == "cross_moments":
+            # It has sums of the size of a tile: one, or two where a tile has several channels of each row.
+            return tiles._replace(samples=min(tiles.samples, 64 if small or self._pack == 1 else 32), per_sm=2)
         return tiles
 
     def _in_tiles(

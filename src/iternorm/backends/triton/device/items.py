@@ -39,19 +39,21 @@ from iternorm.backends.triton.device.tiles import (
 def rows_of(group, C, L, TILE: tl.constexpr):
     """The rows of a group: where their statistics are, which there are, where they begin, and their first channels."""
     index = tl.arange(0, TILE.BC)
-    row = group % TILE.SETS * TILE.D + index
-    valid = index < tl.minimum(TILE.D, C // TILE.SPAN - group % TILE.SETS * TILE.D)
-    weights = row * TILE.SPAN
-    channels = weights
+    first = group % TILE.SETS * TILE.D
+    valid = index < tl.minimum(TILE.D, C // TILE.SPAN - first)
+    channels = index * TILE.SPAN
     if not TILE.ROWS:
-        channels = weights * L
-    return group * TILE.D + index, valid, channels, weights
+        channels = channels * L
+    return group * TILE.D + index, valid, channels, (first + index) * TILE.SPAN
 
 
 @triton.jit
-def item_of(group, C, L, TILE: tl.constexpr):
-    """Where the item of a group begins."""
-    return (group // TILE.SETS).to(tl.int64) * C * L
+def begin_of(group, C, L, TILE: tl.constexpr):
+    """Where the rows of a group begin."""
+    first = group % TILE.SETS * TILE.D * TILE.SPAN
+    if not TILE.ROWS:
+        first = first * L
+    return (group // TILE.SETS).to(tl.int64) * C * L + first
 
 
 @triton.jit
@@ -82,7 +84,10 @@ def tile_at(step, first_block, first_tile, tiles, C, L, TILE: tl.constexpr):
     start = (first_tile + step % tiles) * (TILE.BL // TILE.PACK)
     positions = start + tl.arange(0, TILE.BL // TILE.PACK)
     if TILE.ROWS:
-        samples = positions * C + block * TILE.PACK
+        samples = positions * C
+        # Where there is but one block, the compiler is to know that 16 bytes can be read at once.
+        if TILE.SPAN > TILE.PACK:
+            samples += block * TILE.PACK
     else:
         samples = positions + block * L
     return block, start, samples
@@ -161,6 +166,10 @@ def forward_items(
     if TILE.PARTS == 1:
         offset = -rounded_on(matrix, mean)
     operand = as_operand(matrix, TILE)
+    if WEIGHT:
+        scale = learned(weight_ptr, weights, 0, valid, TILE)
+    if BIAS:
+        shift = learned(bias_ptr, weights, 0, valid, TILE)
     first_block, blocks, first_tile, tiles = blocks_of(program, tiles_per_program, L, TILE)
     for step in tl.range(0, blocks * tiles, num_stages=TILE.STAGES):
         block, start, samples = tile_at(step, first_block, first_tile, tiles, C, L, TILE)
@@ -171,9 +180,13 @@ def forward_items(
         if TILE.PARTS == 1:
             y += along_channels(offset, TILE.ROWS)
         if WEIGHT:
-            y *= along_tile(learned(weight_ptr, weights, block, valid, TILE), TILE)
+            if TILE.SPAN > TILE.PACK:
+                scale = learned(weight_ptr, weights, block, valid, TILE)
+            y *= along_tile(scale, TILE)
         if BIAS:
-            y += along_tile(learned(bias_ptr, weights, block, valid, TILE), TILE)
+            if TILE.SPAN > TILE.PACK:
+                shift = learned(bias_ptr, weights, block, valid, TILE)
+            y += along_tile(shift, TILE)
         y = finished(y, y_ptr, samples, channels, start, L, valid, TILE, TILE.WHOLE, AFTER)
         store_tile(y_ptr, samples, channels, y, start, L, valid, TILE, TILE.WHOLE)
 
@@ -205,6 +218,8 @@ def backward_items(
     of_x = as_operand(second_matrix, TILE)
     if TILE.PARTS == 1:
         offset -= rounded_on(second_matrix, mean)
+    if WEIGHT:
+        scale = learned(weight_ptr, weights, 0, valid, TILE)
     first_block, blocks, first_tile, tiles = blocks_of(program, tiles_per_program, L, TILE)
     for step in tl.range(0, blocks * tiles, num_stages=TILE.STAGES):
         block, start, samples = tile_at(step, first_block, first_tile, tiles, C, L, TILE)
@@ -213,7 +228,9 @@ def backward_items(
         if WEIGHT or TILE.PARTS != 1:
             grad = grad.to(tl.float32)
         if WEIGHT:
-            grad *= along_tile(learned(weight_ptr, weights, block, valid, TILE), TILE)
+            if TILE.SPAN > TILE.PACK:
+                scale = learned(weight_ptr, weights, block, valid, TILE)
+            grad *= along_tile(scale, TILE)
         x = load_tile(x_ptr, samples, channels, start, L, valid, TILE, TILE.WHOLE)
         dx = on_channels(of_grad, grad, zero_tile(TILE), TILE.ROWS, TILE.PARTS)
         if TILE.PARTS != 1:
@@ -240,7 +257,7 @@ def item_moments(
     program = tl.program_id(0)
     group = tl.program_id(1)
     _features, valid, channels, _weights = rows_of(group, C, L, TILE)
-    x_ptr += item_of(group, C, L, TILE)
+    x_ptr += begin_of(group, C, L, TILE)
     follow(PDL)
     shift = tl.zeros([BD], dtype=tl.float32)
     gram, mixed = no_products(TILE)
@@ -283,15 +300,18 @@ def item_cross_moments(
 ):
     """Σ γ dy and Σ γ dy (x - mean)ᵀ over a program's share of an item; with `LEARNED`, its part of d(γ) and d(β) too.
 
-    d(γ) is Σ dy W (x - mean) over the positions of a channel. The parts are ``[items, shares, 2, C]``: a program that
-    has some tiles of all blocks has a share of its own.
+    d(γ) is Σ dy W (x - mean) over the positions of a channel: of a block that is one channel of each row, the row sums
+    of W ∘ Σ dy (x - mean)ᵀ. The parts are ``[items, shares, 2, C]``: a program that has some tiles of all blocks has a
+    share of its own.
     """
     BD: tl.constexpr = TILE.BD
     D: tl.constexpr = TILE.D
+    PACKED: tl.constexpr = TILE.PACK > 1
+    ONE_BLOCK: tl.constexpr = TILE.SPAN == TILE.PACK
     program = tl.program_id(0)
     group = tl.program_id(1)
     features, valid, channels, weights = rows_of(group, C, L, TILE)
-    begin = item_of(group, C, L, TILE)
+    begin = begin_of(group, C, L, TILE)
     grad_ptr += begin
     x_ptr += begin
     if RELU:
@@ -299,7 +319,10 @@ def item_cross_moments(
     i, j, inside = matrix_of(TILE)
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
     whitening = tl.load(whitening_ptr + group * D * D + i * D + j, mask=inside, other=0.0)
-    operand = as_operand(whitening, TILE)
+    if PACKED:
+        operand = as_operand(whitening, TILE)
+    if WEIGHT:
+        scale = learned(weight_ptr, weights, 0, valid, TILE)
     if LEARNED:
         share = group // TILE.SETS
         if tiles_per_program < tiles_of(L, TILE):
@@ -307,6 +330,7 @@ def item_cross_moments(
         learned_ptr += share.to(tl.int64) * 2 * C
     follow(PDL)
 
+    cross = tl.zeros([BD, BD], dtype=tl.float32)
     gram = tl.zeros([BD, BD], dtype=tl.float32)
     total = tl.zeros([BD], dtype=tl.float32)
     by_weight = zero_tile(TILE)
@@ -319,23 +343,35 @@ def item_cross_moments(
         x = load_tile(x_ptr, samples, channels, start, L, valid, TILE, TILE.WHOLE)
         x = shifted(x, mean, start, L, valid, TILE, TILE.WHOLE)
         by_bias += grad
-        if LEARNED:
-            by_weight += grad * on_channels(operand, x, zero_tile(TILE), TILE.ROWS, TILE.PARTS)
-        if WEIGHT:
-            scale = learned(weight_ptr, weights, block, valid, TILE)
-            grad *= along_tile(scale, TILE)
+        if PACKED:
+            if LEARNED:
+                by_weight += grad * on_channels(operand, x, zero_tile(TILE), TILE.ROWS, TILE.PARTS)
+            if WEIGHT:
+                if not ONE_BLOCK:
+                    scale = learned(weight_ptr, weights, block, valid, TILE)
+                grad *= along_tile(scale, TILE)
         gram = outer_product(grad, x, gram, TILE)
         if step % tl.maximum(tiles, 1) == tiles - 1:
             # The block is complete.
             sums = over_positions(by_bias, TILE)
             if LEARNED:
-                store_learned(learned_ptr, weights, block, over_positions(by_weight, TILE), valid, TILE)
+                if PACKED:
+                    products = over_positions(by_weight, TILE)
+                else:
+                    products = tl.sum(gram * whitening, 1)
+                store_learned(learned_ptr, weights, block, products, valid, TILE)
                 store_learned(learned_ptr + C, weights, block, sums, valid, TILE)
                 by_weight = zero_tile(TILE)
+            by_bias = zero_tile(TILE)
             if WEIGHT:
+                if not PACKED:
+                    if not ONE_BLOCK:
+                        scale = learned(weight_ptr, weights, block, valid, TILE)
+                    gram *= scale[:, None]
                 sums *= scale
-            if TILE.PACK > 1:
+            if PACKED:
                 sums = tl.sum(sums, 0)
             total += sums
-            by_bias = zero_tile(TILE)
-    store_partials(workspace_ptr, gram, total, mean, program, group, num_programs, TILE, False)
+            cross += gram
+            gram = tl.zeros([BD, BD], dtype=tl.float32)
+    store_partials(workspace_ptr, cross, total, mean, program, group, num_programs, TILE, False)

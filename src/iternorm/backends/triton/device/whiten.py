@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.apply import backward_tiles, forward_tiles
-from iternorm.backends.triton.device.items import backward_items, forward_items, item_of, rows_of
+from iternorm.backends.triton.device.items import backward_items, begin_of, forward_items, rows_of
 from iternorm.backends.triton.device.newton import differentiate, iterate, total
 from iternorm.backends.triton.device.running import (
     all_finite,
@@ -70,7 +70,7 @@ def whiten_forward(
     group = tl.program_id(1)
     if TILE.SPAN > 0:
         features, valid, channels, weights = rows_of(group, C, L, TILE)
-        begin = item_of(group, C, L, TILE)
+        begin = begin_of(group, C, L, TILE)
     else:
         features, valid, channels = channels_of(group, C, L, TILE)
         offset = load_vector(bias_ptr, features, valid, BIAS, 0.0)
@@ -154,7 +154,7 @@ def whiten_backward(
     FOLDED: tl.constexpr = WEIGHT and TILE.SPAN == 0
     if TILE.SPAN > 0:
         features, valid, channels, weights = rows_of(group, C, L, TILE)
-        begin = item_of(group, C, L, TILE)
+        begin = begin_of(group, C, L, TILE)
     else:
         features, valid, channels = channels_of(group, C, L, TILE)
     i, j, inside = matrix_of(TILE)
