@@ -4,14 +4,16 @@ A group of the plan is a group of one item, and its samples are the item's own. 
 (`device/items.py`).
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from iternorm.backends.torch.verbs import is_rows
 from iternorm.backends.triton.device.items import item_cross_moments, item_moments
 from iternorm.backends.triton.device.tiles import Tile
-from iternorm.backends.triton.layout import LARGEST_NEWTON, Layout, dense, padded_size, placed
+from iternorm.backends.triton.layout import LARGEST_NEWTON, Layout, padded_size, placed
 from iternorm.backends.triton.plan import Key, Plan
 from iternorm.backends.triton.precision import Split, split_for
 from iternorm.backends.triton.run import in_strides, parts_of
@@ -19,7 +21,7 @@ from iternorm.backends.triton.runtime import Launch, given_to
 from iternorm.backends.triton.tiling import Tiles
 from iternorm.whitening import groups
 
-# Neighbouring channels in a tile of channels_last memory fill this many bytes: two of the pieces that memory is read in.
+# The neighbouring channels in a tile of channels_last memory: two of the pieces of 32 bytes that memory is read in.
 _PACKED_BYTES = 64
 # Of contiguous memory, a tile holds positions of one channel: with fewer of them it is mostly empty.
 _LEAST_POSITIONS = 16
@@ -27,9 +29,11 @@ _LEAST_POSITIONS = 16
 
 def supports(x: Tensor, group_size: int) -> bool:
     """Whether items of this shape are computed here; the others are a view of the operation on a batch."""
-    if group_size > LARGEST_NEWTON or x.numel() // x.shape[0] >= 2**30:
+    items, channels = x.shape[:2]
+    values = x.numel() // items
+    if group_size > LARGEST_NEWTON or values >= 2**30:
         return False
-    return not dense(x).is_contiguous() or x.numel() // (x.shape[0] * x.shape[1]) >= _LEAST_POSITIONS
+    return (is_rows(x) and not x.is_contiguous()) or values // channels >= _LEAST_POSITIONS
 
 
 class ItemPlan(Plan):
@@ -141,7 +145,7 @@ class ItemPlan(Plan):
         pointers = (key.dtype, key.dtype, output, fp32, fp32, key.weight, sums, fp32)
         return self._passes("cross_moments", item_cross_moments, pointers, constants, True)
 
-    @property
+    @functools.cached_property
     def learned_parts(self) -> int:
         """How many parts d(γ) and d(β) come in."""
         launch = self.launches["cross_moments"]

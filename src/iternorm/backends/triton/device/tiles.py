@@ -5,7 +5,7 @@ lies beyond the group is masked, not copied.
 """
 
 # A checker takes the language of the kernels for Python.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from typing import NamedTuple
 
 import triton
