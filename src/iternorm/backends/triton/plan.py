@@ -11,8 +11,8 @@ from iternorm.backends.triton.device.moments import partial_moments, reduce_mome
 from iternorm.backends.triton.device.newton import Newton
 from iternorm.backends.triton.device.tiles import After, Passing, Tile
 from iternorm.backends.triton.device.whiten import weight_gradient, whiten_backward, whiten_forward
-from iternorm.backends.triton.device.wide_apply import wide_apply, wide_apply_backward
-from iternorm.backends.triton.device.wide_moments import wide_moments, wide_reduce
+from iternorm.backends.triton.device.wide.apply import wide_apply, wide_apply_backward
+from iternorm.backends.triton.device.wide.moments import wide_moments, wide_reduce
 from iternorm.backends.triton.exchange import Exchange
 from iternorm.backends.triton.iteration import Iteration, RunningKey
 from iternorm.backends.triton.layout import (

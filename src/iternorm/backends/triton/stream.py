@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iternorm.backends.triton.device.stream import join_stream
+from iternorm.backends.triton.device.running import join_stream
 from iternorm.backends.triton.layout import placed
 from iternorm.backends.triton.plan import Plan, plan_for
 from iternorm.backends.triton.precision import Split, split_for
