@@ -74,7 +74,7 @@ def test_the_launches_are_those_of_a_layer_over_a_batch_and_one_sum(kind, last):
     grad = torch.randn_like(x)
 
     def step():
-        torch.autograd.grad(layer(x), (x, layer.weight, layer.bias), grad)
+        torch.autograd.grad(layer(x), (x, *layer.parameters()), grad)
 
     # Loading a kernel is an event of its own.
     step()
@@ -92,7 +92,7 @@ def test_the_launches_are_those_of_a_layer_over_a_batch_and_one_sum(kind, last):
 def test_two_runs_and_a_graph_give_the_same_bits(last):
     layer, x = GroupWhitening2d(64, device="cuda"), torch.randn(70, 64, 9, 9, device="cuda")
     x = (x.contiguous(memory_format=torch.channels_last) if last else x).requires_grad_()
-    inputs, grad = (x, layer.weight, layer.bias), torch.randn_like(x)
+    inputs, grad = (x, *layer.parameters()), torch.randn_like(x)
     first = torch.autograd.grad(layer(x), inputs, grad)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -46,6 +46,13 @@ def made(kind, words, shape):
     return layer
 
 
+def exact(layer):
+    """The same in fp64, by torch."""
+    own = copy.deepcopy(layer).double()
+    own.impl = "torch"
+    return own
+
+
 def laid_out(x, last):
     if not last:
         return x
@@ -74,11 +81,9 @@ def launched(monkeypatch):
 def test_output_and_gradients_equal_those_in_double_precision(case, last, launched, poisoned_memory):
     kind, words, shape = CASES[case]
     layer = made(kind, words, shape)
-    exact = copy.deepcopy(layer).double()
-    exact.impl = "torch"
     x, grad = correlated(*shape, dtype=torch.float32), torch.randn(shape)
     found = []
-    for own, dtype in ((layer, torch.float32), (exact, torch.float64)):
+    for own, dtype in ((layer, torch.float32), (exact(layer), torch.float64)):
         given = laid_out(x.to(dtype), last).requires_grad_()
         y = own(given)
         gradients = torch.autograd.grad(y, (given, *own.parameters()), grad.to(dtype))
@@ -129,8 +134,7 @@ def test_it_has_the_passes_of_a_layer_over_a_batch(case, last, launched, monkeyp
 
 def test_an_input_without_gradient_is_read_once_more(launched):
     layer, x = made(*CASES["instance"]), correlated(2, 8, 5, 5, dtype=torch.float32)
-    expected = copy.deepcopy(layer).double()
-    expected.impl = "torch"
+    expected = exact(layer)
     for own, dtype in ((layer, torch.float32), (expected, torch.float64)):
         own(x.to(dtype)).square().sum().backward()
     assert launched[3:] == ["item_cross_moments"]
@@ -142,15 +146,28 @@ def test_an_input_without_gradient_is_read_once_more(launched):
 def test_it_is_twice_differentiable(case):
     kind, words, shape = CASES[case]
     layer = made(kind, words, shape)
-    exact = copy.deepcopy(layer).double()
-    exact.impl = "torch"
     x, results = correlated(*shape, dtype=torch.float32), []
-    for own, dtype in ((layer, torch.float32), (exact, torch.float64)):
+    for own, dtype in ((layer, torch.float32), (exact(layer), torch.float64)):
         given = x.to(dtype).requires_grad_()
         (first,) = torch.autograd.grad((own(given) + 1).pow(3).sum(), given, create_graph=True)
         results.append(torch.autograd.grad(first.square().sum(), (given, *own.parameters())))
     for actual, wanted in zip(*results, strict=True):
         assert relative_error(actual, wanted) < 1e-5
+
+
+def test_a_layer_that_has_seen_such_a_batch_notices_what_is_changed():
+    kind, words, shape = CASES["one channel to a block"]
+    layer, x = made(kind, words, shape), correlated(*shape, dtype=torch.float32)
+    assert torch.equal(layer(x), layer(x))
+    layer.num_iters = 1
+    torch.testing.assert_close(layer(x), exact(layer)(x.double()).float())
+    layer.activation = "relu"
+    assert (layer(x) >= 0).all()
+    with pytest.raises(ValueError, match="expected an input of 8 channels"):
+        layer(x[:, :6])
+    layer.weight = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"weight has shape \[3\]"):
+        layer(x)
 
 
 def test_a_compiler_sees_the_operation_on_a_batch():

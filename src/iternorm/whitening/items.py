@@ -34,9 +34,19 @@ def whiten(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Sett
         return normalize(x, weight, bias, settings, None, True)
     if modes.is_exporting():
         return _exported(x, weight, bias, settings, rows)
-    if dispatch.has_item_kernels(settings, x):
-        return _apply_eager(modes.unwrapped(x), weight, bias, settings, rows)
+    if in_kernels(x, settings):
+        return whiten_eagerly(x, weight, bias, settings, rows)
     return _as_batch(x, weight, bias, settings, rows)
+
+
+def in_kernels(x: Tensor, settings: Settings) -> bool:
+    """Whether there are kernels for the items of `x`."""
+    return x.numel() > 0 and dispatch.has_item_kernels(settings, x)
+
+
+def whiten_eagerly(x: Tensor, weight, bias, settings: Settings, rows: int) -> Tensor:
+    """`whiten` where nothing records or transforms the call, and there are kernels."""
+    return _apply_eager(modes.unwrapped(x), weight, bias, settings, rows)
 
 
 class _WhitenItems(torch.autograd.Function):
