@@ -2,6 +2,8 @@
 
     python compile_for.py CAPABILITY SHARED_BYTES exact|tf32|bf16|fp16 rows|planes [GROUP_SIZE] [relu] [many] [ranks]
     python compile_for.py CAPABILITY SHARED_BYTES roots ROWS
+    python compile_for.py CAPABILITY SHARED_BYTES stream FEATURES
+    python compile_for.py CAPABILITY SHARED_BYTES exact|tf32|bf16|fp16 rows|planes items [ROWS] [relu]
 
 With `many`, for 24 steps in place of 5; with `ranks`, for a layer that 8 of them share. Prints, for each launch, its
 name, the samples of a tile, its stages, and what it asks for of shared memory.
@@ -16,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from iternorm.backends.triton import plan, roots, runtime
+from iternorm.backends.triton import items, plan, roots, runtime, stream
+from iternorm.backends.triton.precision import Split
 from iternorm.linalg.roots import _schedule
 
 DTYPES = {"exact": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,6 +56,23 @@ def print_roots(size: int) -> None:
         print(name, matrices.DEPTH, matrices.STAGES, launch.prepared[0].metadata.shared)
 
 
+def print_stream(size: int) -> None:
+    """The launches of a batch of a stream."""
+    with FakeTensorMode():
+        x = torch.empty(2**18, size, device="cuda:0")
+        made = plan.plan_for(x, None, None, size, 0, None, split=Split.STREAMED)
+    for name, launch in (("moments", made.launches["moments"]), ("join", stream._joining(made, False))):
+        print(name, launch.prepared[0].metadata.shared)
+
+
+def print_items(x: torch.Tensor, rows: int, relu: bool) -> None:
+    """The launches for a batch whose items have so many rows each."""
+    weight = torch.empty(x.shape[1], device="cuda:0")
+    made = items._plan_for(x, weight, weight, rows, rows, 5, False, relu)
+    for name in ("moments", "reduce", "whiten", "cross_moments", "cross_reduce", "whiten_backward"):
+        print(name, made.launches[name].prepared[0].metadata.shared)
+
+
 def main(capability: str, shared_bytes: str, precision: str, layout: str, *more: str) -> None:
     # Triton calls no more of a driver than `Absent` has.
     driver.set_active(Absent(int(capability), int(shared_bytes)))  # pyright: ignore[reportArgumentType]
@@ -62,12 +82,18 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
     if precision == "roots":
         print_roots(int(layout))
         return
+    if precision == "stream":
+        print_stream(int(layout))
+        return
     torch.set_float32_matmul_precision("highest" if precision == "exact" else "high")
     size = int(more[0]) if more and more[0].isdigit() else 64
     with FakeTensorMode():
         x = torch.empty(64, 2 * size, 32, 32, device="cuda:0", dtype=DTYPES[precision])
         if layout == "rows":
             x = x.to(memory_format=torch.channels_last)
+        if "items" in more:
+            print_items(x, int(more[1]), "relu" in more)
+            return
         weight = torch.empty(2 * size, device="cuda:0")
         steps, residual = 24 if "many" in more else 5, "residual" in more
         words = {"relu": "relu" in more, "residual": residual, "summed": residual, "ranks": 8 * ("ranks" in more)}

@@ -11,7 +11,7 @@ from torch import nn
 
 import iternorm
 from iternorm import DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, reference
-from iternorm.whitening import groups, inference
+from iternorm.whitening import groups, normalize
 
 LAYERS = [
     (iternorm.IterNorm1d, nn.BatchNorm1d, (9,)),
@@ -196,7 +196,7 @@ def test_tracking_switched_off_later_is_as_in_batch_norm():
     layer(x)
     assert_same_state(layer, before)
     torch.testing.assert_close(
-        layer.eval()(x), inference.apply(x, before["running_whitening"], before["running_mean"], None, None, 4)
+        layer.eval()(x), normalize.apply(x, before["running_whitening"], before["running_mean"], None, None, 4)
     )
 
 

@@ -8,9 +8,26 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
 from checks import correlated, relative_error
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from iternorm import Whitener
+from iternorm.backends.triton import runtime
 from iternorm.whitening import dispatch
+
+# What reads no sample: memory, views of it, and the one number that is waited for.
+FREE = {"detach", "new_empty", "slice", "view", "select", "_local_scalar_dense"}
+
+
+class Operations(TorchDispatchMode):
+    """The names of torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name().removeprefix("aten::").partition(".")[0])
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +47,40 @@ def test_a_stream_in_single_precision_equals_one_shot_in_double(features, deviat
     # Rounding of sums of differences from a pilot near the mean.
     assert relative_error(whitener.covariance_, exact.covariance_) < 2e-6
     assert (whitener.mean_ - exact.mean_).abs().max() < 1e-6 * x.std(0).max()
+
+
+@pytest.mark.parametrize("deviations", [0, 1000])
+def test_a_batch_is_read_once_and_waited_for_once(deviations, monkeypatch):
+    x = correlated(300, 7, dtype=torch.float32)
+    x = x + deviations * x.std(0)
+    whitener = Whitener().partial_fit(x)
+    launched, launch = [], runtime.Launch.__call__
+
+    def counted(self, stream, values):
+        launched.append(self.kernel.__name__)
+        # The interpreter copies memory by torch.
+        with _disable_current_modes():
+            launch(self, stream, values)
+
+    monkeypatch.setattr(runtime.Launch, "__call__", counted)
+    with Operations() as operations:
+        whitener.partial_fit(x)
+    assert launched == ["partial_moments", "join_stream"]
+    assert [name for name in operations.names if name not in FREE] == []
+    assert operations.names.count("_local_scalar_dense") == 1
+
+
+def test_what_was_fitted_elsewhere_goes_on_as_a_stream():
+    x = correlated(500, 5, dtype=torch.float32)
+    parts = [Whitener().fit(block) for block in x[:300].split(100)]
+    merged = parts[0].merge(*parts[1:])
+    loaded = Whitener().load_state_dict(merged.state_dict())
+    exact = Whitener().fit(x.double())
+    for whitener in (merged, loaded):
+        whitener.partial_fit(x[300:400]).partial_fit(x[400:])
+        assert whitener.n_samples_seen_ == 500
+        assert relative_error(whitener.covariance_, exact.covariance_) < 1e-6
+        assert (whitener.mean_ - exact.mean_).abs().max() < 1e-6
 
 
 def test_samples_that_are_not_contiguous_are_read_right():

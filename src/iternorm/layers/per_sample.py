@@ -12,7 +12,8 @@ from torch.fx import Proxy
 from iternorm.functional import group_whitening, instance_whitening
 from iternorm.layers.docstrings import complete
 from iternorm.layers.norms import _check_rank
-from iternorm.whitening import validation
+from iternorm.whitening import groups, items, modes, validation
+from iternorm.whitening.settings import Settings
 
 
 class PerSampleWhitening(nn.Module):
@@ -37,6 +38,9 @@ class PerSampleWhitening(nn.Module):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    # `_cache_key` of the last batch that went to the kernels, and what was asked of them.
+    _last_key: tuple | None = None
+    _last_asked: tuple[Settings, int]
 
     def __init__(
         self,
@@ -81,6 +85,12 @@ class PerSampleWhitening(nn.Module):
             # A layer is one node of a traced graph, as torch's own layers are.
             tracer: Any = input.tracer
             return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+        # A compiler is not shown what changes from call to call: it would compile again.
+        eager = not (modes.is_recorded(input) or modes.is_transformed())
+        key = self._cache_key(input) if eager else None
+        if eager and key == self._last_key:
+            # Same shape, dtype and settings as the last batch: the checks below have already passed.
+            return items.whiten_eagerly(input, self.weight, self.bias, *self._last_asked)
         validation.check_input(input)
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:
@@ -89,7 +99,37 @@ class PerSampleWhitening(nn.Module):
                 f"shape {list(input.shape)}"
             )
         words: dict[str, Any] = {"num_iters": self.num_iters, "solver": self.solver, "impl": self.impl}
-        return self._whiten(input, {**words, "eps": self.eps, "activation": self.activation})
+        output = self._whiten(input, {**words, "eps": self.eps, "activation": self.activation})
+        if eager:
+            size, rows = self._rows()
+            steps = self.num_iters if self.solver == "newton" else 0
+            settings = Settings(size, self.solver, steps, self.eps, self.activation, self.impl)
+            if items.in_kernels(input, settings):
+                self._last_key, self._last_asked = key, (settings, rows)
+        return output
+
+    def _cache_key(self, input: Tensor) -> tuple:
+        """All that is checked, and that the choice of a backend depends on."""
+        weight, bias = self.weight, self.bias
+        return (
+            input.shape,
+            input.stride(),
+            input.dtype,
+            input.device,
+            None if weight is None else weight.shape,
+            None if bias is None else bias.shape,
+            self.num_features,
+            self.num_iters,
+            self.solver,
+            self.impl,
+            self.eps,
+            self.activation,
+            self._rows(),
+        )
+
+    def _rows(self) -> tuple[int, int]:
+        """How many rows of a sample are whitened together, and how many it has."""
+        raise NotImplementedError
 
     def _whiten(self, input: Tensor, words: dict[str, Any]) -> Tensor:
         raise NotImplementedError
@@ -155,6 +195,9 @@ class _GroupWhitening(PerSampleWhitening):
     def _whiten(self, input: Tensor, words: dict[str, Any]) -> Tensor:
         return group_whitening(input, self.num_groups, self.weight, self.bias, **words)
 
+    def _rows(self) -> tuple[int, int]:
+        return self.num_groups, self.num_groups
+
     def _groups_repr(self) -> str:
         return f"num_groups={self.num_groups}"
 
@@ -188,6 +231,9 @@ class _InstanceWhitening(PerSampleWhitening):
 
     def _whiten(self, input: Tensor, words: dict[str, Any]) -> Tensor:
         return instance_whitening(input, self.weight, self.bias, group_size=self.group_size, **words)
+
+    def _rows(self) -> tuple[int, int]:
+        return groups.effective_size(self.num_features, self.group_size), self.num_features
 
     def _groups_repr(self) -> str:
         return f"group_size={self.group_size}"

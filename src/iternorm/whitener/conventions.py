@@ -1,5 +1,6 @@
 """What scikit-learn asks of an estimator, without an import of it."""
 
+import functools
 import inspect
 import sys
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ class Estimator:
     """Parameters are the arguments of the constructor, kept as they are given."""
 
     @classmethod
+    # A signature takes as long to find as a batch of a stream to be read.
+    @functools.cache
     def _parameters(cls) -> list[str]:
         return [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
 

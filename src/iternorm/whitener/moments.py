@@ -39,42 +39,46 @@ def of(samples: Tensor) -> Moments:
     Raises:
         ValueError: there are NaNs or infinities.
     """
-    fitted, largest = _computed(samples)
-    return _checked(samples, fitted, float(largest))
+    return _in_kernels(None, samples) if dispatch.has_moment_kernels(samples) else _in_torch(samples)
 
 
 def add(before: Moments, samples: Tensor) -> Moments:
     """What has been seen before and ``[m, d]`` together."""
-    batch, largest = _computed(samples)
-    merged = _pair(before, batch)
+    if before.mean.device == samples.device and dispatch.has_moment_kernels(samples):
+        return _in_kernels(before, samples)
+    return _pair(before, of(samples))
+
+
+def _in_kernels(before: Moments | None, samples: Tensor) -> Moments:
+    from iternorm.backends.triton import stream
+
+    seen, old_mean, old_covariance, old_resolution = (0, None, None, 0.0) if before is None else before
+    mean, covariance, probe = stream.join(samples, seen, old_mean, old_covariance)
+    resolution = max(old_resolution, torch.finfo(samples.dtype).eps)
     # The device is waited for when all work has been handed to it.
-    checked = _checked(samples, batch, float(largest))
-    return merged if checked is batch else _pair(before, checked)
+    _check_finite(float(probe))
+    return Moments(seen + len(samples), mean, covariance, resolution)
 
 
-def _computed(samples: Tensor) -> tuple[Moments, Tensor]:
-    """The moments of a batch, and by how much the square of a mean exceeds `_FAR` deviations, NaN among the samples."""
-    if dispatch.has_moment_kernels(samples):
-        mean, covariance = dispatch.kernels().moments(samples)
-    else:
-        mean, covariance = operators.call(operators.moments, samples, samples.shape[1], "auto")
-        covariance = covariance[0]
-    mean, covariance = mean.double(), covariance.double()
-    largest = torch.addcmul(_FAR**2 * -covariance.diagonal(), mean, mean).amax()
-    return Moments(len(samples), mean, covariance, torch.finfo(samples.dtype).eps), largest
+def _in_torch(samples: Tensor) -> Moments:
+    mean, covariance = operators.call(operators.moments, samples, samples.shape[1], "auto")
+    mean, covariance = mean.double(), covariance[0].double()
+    # By how much the square of a mean exceeds `_FAR` deviations; NaN if there is one among the samples.
+    largest = float(torch.addcmul(_FAR**2 * -covariance.diagonal(), mean, mean).amax())
+    _check_finite(largest)
+    if samples.dtype != torch.float64 and largest > 0:
+        # A mean that fp32 has rounded is off by more of a deviation than the samples' own roundings, which average out.
+        total = sum(block.double().sum(0) for block in samples.split(_BLOCK))
+        mean = torch.as_tensor(total) / len(samples)
+    return Moments(len(samples), mean, covariance, torch.finfo(samples.dtype).eps)
 
 
-def _checked(samples: Tensor, batch: Moments, largest: float) -> Moments:
-    if not math.isfinite(largest):
+def _check_finite(value: float) -> None:
+    if not math.isfinite(value):
         raise ValueError(
             "Input X contains NaN or infinity, or values whose squares overflow; drop those samples. "
             "What was fitted before has not changed"
         )
-    if samples.dtype == torch.float64 or largest <= 0:
-        return batch
-    # A mean that fp32 has rounded is off by more of a deviation than the samples' own roundings, which average out.
-    mean = sum(block.double().sum(0) for block in samples.split(_BLOCK)) / len(samples)
-    return batch._replace(mean=torch.as_tensor(mean))
 
 
 def _pair(first: Moments, second: Moments) -> Moments:

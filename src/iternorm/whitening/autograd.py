@@ -206,17 +206,18 @@ def _on_vector(matrix: Tensor, vector: Tensor, group_size: int) -> Tensor:
     return groups.unpad_vector(matrix @ padded[:, :, None], len(vector))
 
 
-def composed_backward(grad: Tensor, inputs, needs, settings: Settings) -> list:
+def composed_backward(grad: Tensor, inputs, needs, settings: Settings, compose=None) -> list:
     """The gradients as differentiable functions of `grad` and the inputs, for a graph of the backward.
 
     The forward is written out once more from the input, in operators that autograd and `iternorm.solvers`
     differentiate, and differentiated with `create_graph`. Batched gradients come here too: they need no graph.
+    `compose` is that forward, where it is not `whiten`'s.
     """
     wanted = [t for t, needed in zip(inputs, needs, strict=True) if needed]
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), no_autocast(inputs[0]):
         solve = solvers.composed if modes.is_batched(grad) else _solved
-        y = _composed(*inputs, settings=settings, solve=solve)[0]
+        y = (compose or _composed)(*inputs, settings=settings, solve=solve)[0]
         gradients = iter(torch.autograd.grad(y, wanted, grad, create_graph=create_graph))
     return [next(gradients) if needed else None for needed in needs]
 

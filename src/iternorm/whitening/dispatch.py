@@ -123,6 +123,15 @@ def has_moment_kernels(x: Tensor) -> bool:
     return kernels().unsupported(x, x.shape[1]) is None
 
 
+def has_item_kernels(settings: Settings, x: Tensor) -> bool:
+    """Whether each item of `x` is whitened by itself in kernels; what is recorded is the operation on a batch."""
+    if modes.is_recorded(x) or choose(settings, x) is not Backend.TRITON:
+        return False
+    from iternorm.backends.triton import items
+
+    return items.supports(x, settings.group_size)
+
+
 def _why_not_triton(x: Tensor, settings: Settings) -> str | None:
     """Why the Triton kernels cannot normalize `x`, or None."""
     if settings.solver not in ("newton", "zca"):

@@ -230,6 +230,25 @@ def test_the_kernels_of_matrix_roots_compile(name, size, tmp_path):
     assert max(asked.values()) <= GPUS[name][2]
 
 
+@pytest.mark.rare
+@pytest.mark.parametrize("name", ["A100", "RTX 4090", "H200"])
+@pytest.mark.parametrize("size", ["64", "128"])
+def test_the_kernels_of_a_stream_compile(name, size, tmp_path):
+    asked = shared_bytes(name, ("stream", size), tmp_path)
+    assert set(asked) == {"moments", "join"}
+    assert max(asked.values()) <= GPUS[name][2]
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("name", ["RTX 4090", "H200"])
+@pytest.mark.parametrize("arguments", [("exact", "rows"), ("exact", "planes"), ("bf16", "rows"), ("tf32", "planes")])
+@pytest.mark.parametrize("rows", ["32", "64"])
+def test_the_kernels_of_items_compile(name, arguments, rows, tmp_path):
+    asked = shared_bytes(name, (*arguments, "items", rows, "relu"), tmp_path)
+    assert {"moments", "whiten", "cross_moments", "whiten_backward"} < set(asked)
+    assert max(asked.values()) <= GPUS[name][2]
+
+
 def shared_bytes(name, arguments, folder):
     """The shared memory that each launch asks for on a GPU, compiled in another process."""
     major, minor, shared = GPUS[name]

@@ -11,14 +11,15 @@ from iternorm.backends.triton.device.moments import partial_moments, reduce_mome
 from iternorm.backends.triton.device.newton import Newton
 from iternorm.backends.triton.device.tiles import After, Passing, Tile
 from iternorm.backends.triton.device.whiten import weight_gradient, whiten_backward, whiten_forward
-from iternorm.backends.triton.device.wide_apply import wide_apply, wide_apply_backward
-from iternorm.backends.triton.device.wide_moments import wide_moments, wide_reduce
+from iternorm.backends.triton.device.wide.apply import wide_apply, wide_apply_backward
+from iternorm.backends.triton.device.wide.moments import wide_moments, wide_reduce
 from iternorm.backends.triton.exchange import Exchange
 from iternorm.backends.triton.iteration import Iteration, RunningKey
 from iternorm.backends.triton.layout import (
     BLOCK,
     LARGEST_NEWTON,
     LARGEST_TILE,
+    Layout,
     layout_of,
     placed_without_data,
     slots_of,
@@ -115,7 +116,7 @@ class Plan:
         as_read = placed_without_data(x, key.group_size)
         # Whether the input is copied, and the stride in which the kernels then read and write.
         self.copied, self.stride = as_read is not x, as_read.stride()
-        self.layout = layout = layout_of(as_read, key.group_size)
+        self.layout = layout = self._layout_of(as_read)
         self.newton_split = newton_split(key.split, key.exact, key.num_iters)
         self.at = state_of(layout.channels, key.group_size, key.num_iters, self.newton_split)
         # Whether the backward's first kernel writes the gradient that passed the activation.
@@ -152,6 +153,9 @@ class Plan:
         self._shares: dict[str, int] = {}
         # Matrices of 128x128 in three parts ask for more shared memory than there is.
         self._maps_blocks = layout.wide or (layout.padded == LARGEST_TILE and key.split == Split.THREE_PARTS)
+
+    def _layout_of(self, x: Tensor) -> Layout:
+        return layout_of(x, self.key.group_size)
 
     def _tiles(self, kernel: str) -> Tiles:
         if kernel in self._chosen:
@@ -253,7 +257,7 @@ class Plan:
         layout = self.layout
         name = "cross_moments" if backward else "moments"
         count = self._shares_of(name)
-        each = self.launches[name].integers[3] * self._tiles(name).samples
+        each = self._samples_of(name)
         fp32 = torch.float32
         # Of several ranks the moments are sent, and `merge` counts.
         sent = self.key.ranks > 0
@@ -381,6 +385,10 @@ class Plan:
                 size = max(size, self.iteration.backward_work)
             size = self._sizes[name] = size + 2 * padded * count * padded
         return x.new_empty(size, dtype=torch.float32)
+
+    def _samples_of(self, name: str) -> int:
+        """How many samples a program has, if there are so many left."""
+        return self.launches[name].integers[3] * self._tiles(name).samples
 
     def _shares_of(self, name: str) -> int:
         # Known when the launch is made.

@@ -19,7 +19,7 @@ from iternorm.backends.triton.layout import (
     unsupported,
 )
 from iternorm.backends.triton.plan import Plan, plan_for
-from iternorm.backends.triton.precision import Split, newton_split, split_for
+from iternorm.backends.triton.precision import newton_split, split_for
 from iternorm.backends.triton.runtime import given_to, lacking, on_device
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "dense",
     "forward",
     "lacking",
-    "moments",
     "on_device",
     "plan_of_state",
     "state_size",
@@ -163,30 +162,6 @@ def whitening_calls(plan: Plan, activations, batch, learned, work, eps, momentum
     calls.append(("apply", (*activations, whitening, batch_mean, scale, shift)))
     names, arguments = zip(*calls, strict=True)
     return names, arguments
-
-
-def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean ``[C]`` and biased covariance ``[C, C]`` of all channels together, in fp32: one pass over the activation."""
-    channels, split = x.shape[1], split_for(x.dtype)
-    # What is left of a bfloat16 when a mean is subtracted is none any more.
-    split = Split.TWO_PARTS if split == Split.ONE_PART else split
-    plan = plan_for(x, None, None, channels, 0, None, split=split)
-    if plan.copied:
-        x = placed(x, channels)
-    state = x.new_empty(plan.at.size, dtype=torch.float32)
-    stream, (source, saved) = given_to(x.device, x, state)
-    partials: Any = plan.workspace(x, "moments")
-    absent = None
-    if stream is not None:
-        absent, partials = 0, partials.data_ptr()
-    mean, variance, _, covariance, *_ = parts_of(saved, plan)
-    first = (source, source, absent, absent, absent, absent, partials)
-    with on_device(x.device):
-        reduction = (partials, covariance, mean, variance, absent, absent, absent, absent)
-        plan.run(stream, ("moments", "reduce"), (first, reduction))
-    padded = plan.layout.padded
-    matrix = state[plan.at.covariance :][: padded**2].view(padded, padded)
-    return state[:channels], matrix[:channels, :channels]
 
 
 def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, more=None):

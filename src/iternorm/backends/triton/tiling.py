@@ -73,7 +73,8 @@ HOPPER = {
     "moments": Tuning(
         why="bound by memory: large tiles of bfloat16, smaller ones where parts need registers",
         up_to_64=(Rule(Tiles(128, 4, 4, 2), ONE), Rule(Tiles(64, 4, 3, 2))),
-        up_to_128=_BESIDE_128,
+        # A stream has one sum of products in registers, which leaves room for more samples.
+        up_to_128=(Rule(Tiles(64, 8, 3, 1), Split.STREAMED), *_BESIDE_128),
         wide=(Rule(Tiles(128, 4, 3, 1)),),
     ),
     "cross_moments": Tuning(

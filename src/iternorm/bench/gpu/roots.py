@@ -1,4 +1,4 @@
-"""The benchmark of `iternorm.linalg`, `Whitener` and GroupWhitening on a GPU.
+"""The benchmark of `iternorm.linalg`, `Whitener`, GroupWhitening and InstanceWhitening on a GPU.
 
 `run_roots()` returns a dictionary that json.dumps takes, after two minutes.
 """
@@ -76,14 +76,15 @@ def _targets(result: dict) -> Iterator[dict]:
         row = next(row for row in case["rows"] if row["name"] == timing.PARTIAL_FIT)
         yield _target(f"stream {_x(case['shape'])}, partial_fit / one read", row["ratio_to_memory"], AGAINST_READ)
     for case in result["layers"]:
-        for layout in LAYOUTS:
-            where = f"{_x(case['shape'])} {case['dtype']} {layout}, GroupWhitening2d / IterNorm2d"
-            yield _target(where, _layer_ratio(case, layout, "graph_ms"), AGAINST_ITER_NORM)
+        for name in timing.PER_SAMPLE:
+            for layout in LAYOUTS:
+                where = f"{_x(case['shape'])} {case['dtype']} {layout}, {name} / {timing.ITER_NORM}"
+                yield _target(where, _layer_ratio(case, name, layout), AGAINST_ITER_NORM)
 
 
-def _layer_ratio(case: dict, layout: str, kind: str) -> float | None:
-    times = {row["name"]: row[kind] for row in case["rivals"] if row["layout"] == layout}
-    ours, iter_norm = times.get(timing.GROUP_WHITENING), times.get(timing.ITER_NORM)
+def _layer_ratio(case: dict, name: str, layout: str) -> float | None:
+    times = {row["name"]: row["graph_ms"] for row in case["rivals"] if row["layout"] == layout}
+    ours, iter_norm = times.get(name), times.get(timing.ITER_NORM)
     return None if ours is None or iter_norm is None else ours / iter_norm
 
 

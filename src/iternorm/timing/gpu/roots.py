@@ -22,7 +22,8 @@ LAYERS: tuple[Shape, ...] = ((64, 64, 32, 32), (256, 64, 32, 32), (64, 256, 32, 
 CONDITION = 1e3
 OURS, EIGH, SHAMPOO, CANS = "inverse_root", "torch.linalg.eigh", "Shampoo's Newton", "Emerging-Optimizers"
 READ, PARTIAL_FIT = "x.sum()", "Whitener.partial_fit"
-ITER_NORM, GROUP_WHITENING = "IterNorm2d", "GroupWhitening2d"
+ITER_NORM = "IterNorm2d"
+PER_SAMPLE = ("GroupWhitening2d", "InstanceWhitening2d")
 # A folder with the packages distributed_shampoo (facebookresearch/optimizers) and emerging_optimizers (NVIDIA-NeMo).
 FOREIGN = "ITERNORM_FOREIGN"
 # Steps in one timing, and timings of what is slow.
@@ -66,11 +67,10 @@ def run_stream(shape: tuple[int, int], gpu: Gpu, rounds: int, copy_gb_per_s: flo
 
 
 def run_layers(shape: Shape, dtype: torch.dtype, gpu: Gpu, rounds: int, copy_gb_per_s: float) -> dict:
-    """Time forward and backward of GroupWhitening2d and IterNorm2d, in both layouts."""
-    from iternorm.layers.norms import IterNorm2d
-    from iternorm.layers.per_sample import GroupWhitening2d
+    """Time forward and backward of the layers over a sample and of IterNorm2d, in both layouts."""
+    from iternorm.layers import norms, per_sample
 
-    makers = {ITER_NORM: IterNorm2d, GROUP_WHITENING: GroupWhitening2d}
+    makers = {ITER_NORM: norms.IterNorm2d, **{name: getattr(per_sample, name) for name in PER_SAMPLE}}
     candidates = [CudaCandidate(name, partial(make, shape[1]), exact=True) for name, make in makers.items()]
     return run_case(shape, dtype, candidates, gpu, copy_gb_per_s, rounds)
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.exchange import sent_places
-from iternorm.backends.triton.device.products import in_parts, split_dot
+from iternorm.backends.triton.device.products import halves, in_parts, split_dot
 from iternorm.backends.triton.device.running import copy_count
 from iternorm.backends.triton.device.tiles import (
     channels_of,
@@ -46,11 +46,90 @@ def outer_product(a, x, gram, TILE: tl.constexpr):
 
 
 @triton.jit
+def streamed_products(x, gram, squares, TILE: tl.constexpr):
+    """gram + Σ u (u + 2 v)ᵀ and squares + v² for a tile of x = u + v, in two products.
+
+    The symmetric part of the sum is Σ x xᵀ less Σ v vᵀ, of which the squares are the diagonal. Besides it there is
+    nothing but rounding, unless features are multiples of each other: 3e-6 of their covariance. A batch of a stream
+    has thousands of samples for each program, so tiles are added outside, as in `outer_product`.
+    """
+    upper, lower = halves(x)
+    twice = (2.0 * lower).to(tl.bfloat16)
+    if TILE.ROWS:
+        product = tl.dot(tl.trans(upper), upper, tl.dot(tl.trans(upper), twice))
+    else:
+        product = tl.dot(upper, tl.trans(upper), tl.dot(upper, tl.trans(twice)))
+    return gram + product, squares + lower * lower
+
+
+@triton.jit
 def rounded_pilot(pilot, TILE: tl.constexpr):
     """A pilot as it is subtracted: a bfloat16 value less a bfloat16 shift rounds to bfloat16 with little loss."""
     if TILE.PARTS == 1:
         pilot = pilot.to(tl.bfloat16).to(tl.float32)
     return pilot
+
+
+@triton.jit
+def own_products(x, gram, mixed, TILE: tl.constexpr):
+    """Σ x xᵀ with a tile added to it. Products of unlike parts are kept once, in `mixed`: see `gram_tile`."""
+    if TILE.PARTS < 2:
+        gram = outer_product(x, x, gram, TILE)
+    elif TILE.PARTS == 4:
+        gram, mixed = streamed_products(x, gram, mixed, TILE)
+    else:
+        x1, x2, x3 = in_parts(x, TILE.PARTS)
+        if TILE.ROWS:
+            left1, right1, left2, right2, right3 = tl.trans(x1), x1, tl.trans(x2), x2, x3
+        else:
+            left1, right1, left2, right2, right3 = x1, tl.trans(x1), x2, tl.trans(x2), tl.trans(x3)
+        mixed = tl.dot(left1, right2, mixed)
+        if TILE.PARTS == 3:
+            mixed = tl.dot(left1, right3, mixed)
+            gram += tl.dot(left1, right1, tl.dot(left2, right2))
+        else:
+            gram = tl.dot(left1, right1, gram)
+    return gram, mixed
+
+
+@triton.jit
+def no_products(TILE: tl.constexpr):
+    """Where `own_products` begins."""
+    BD: tl.constexpr = TILE.BD
+    gram = tl.zeros([BD, BD], dtype=tl.float32)
+    if TILE.PARTS == 4:
+        mixed = zero_tile(TILE)
+    else:
+        mixed = tl.zeros([BD, BD], dtype=tl.float32)
+    return gram, mixed
+
+
+@triton.jit
+def summed_products(gram, mixed, TILE: tl.constexpr):
+    """Σ x xᵀ of what `own_products` has added up."""
+    if TILE.PARTS == 4:
+        index = tl.arange(0, TILE.BD)
+        squares = over_samples(mixed, TILE.ROWS)
+        gram = 0.5 * (gram + tl.trans(gram)) + tl.where(index[:, None] == index[None, :], squares[:, None], 0.0)
+    elif TILE.PARTS > 1:
+        gram += mixed + tl.trans(mixed)
+    return gram
+
+
+@triton.jit
+def store_partials(
+    workspace_ptr, gram, total, shift, program, group, num_programs, TILE: tl.constexpr, SELF: tl.constexpr
+):
+    """A program's part of the sums: all matrices come first, then all sums, then all shifts."""
+    BD: tl.constexpr = TILE.BD
+    index = tl.arange(0, BD)
+    slot = group * num_programs + program
+    slots = tl.num_programs(1) * num_programs
+    tl.store(workspace_ptr + slot * BD * BD + index[:, None] * BD + index[None, :], gram)
+    sums = workspace_ptr + slots * BD * BD + slot * BD
+    tl.store(sums + index, total)
+    if SELF:
+        tl.store(sums + slots * BD + index, shift)
 
 
 @triton.jit
@@ -78,6 +157,7 @@ def gram_tile(
 ):
     """Add one tile to Σ a xᵀ and Σ a. With a = x, products of unlike parts are kept once, in `mixed`.
 
+    Of a stream that has the squares of `streamed_products`, a tile.
     The program's `first` tile gives the shift of a = x.
     """
     samples = sample_offsets(start, L, C, TILE)
@@ -89,20 +169,7 @@ def gram_tile(
     x = shifted(tile, shift, start, last, valid, TILE, FULL)
     if SELF:
         total += x
-        if TILE.PARTS < 2:
-            gram = outer_product(x, x, gram, TILE)
-        else:
-            x1, x2, x3 = in_parts(x, TILE.PARTS)
-            if TILE.ROWS:
-                left1, right1, left2, right2, right3 = tl.trans(x1), x1, tl.trans(x2), x2, x3
-            else:
-                left1, right1, left2, right2, right3 = x1, tl.trans(x1), x2, tl.trans(x2), tl.trans(x3)
-            mixed = tl.dot(left1, right2, mixed)
-            if TILE.PARTS == 3:
-                mixed = tl.dot(left1, right3, mixed)
-                gram += tl.dot(left1, right1, tl.dot(left2, right2))
-            else:
-                gram = tl.dot(left1, right1, gram)
+        gram, mixed = own_products(x, gram, mixed, TILE)
     else:
         a = gradient_tile(
             a_ptr, more_ptr, output_ptr, kept_ptr, samples, channels, start, last, valid, True, TILE, FULL, PASSING
@@ -140,7 +207,6 @@ def partial_moments(
     BD: tl.constexpr = TILE.BD
     program = tl.program_id(0)
     group = tl.program_id(1)
-    index = tl.arange(0, BD)
     features, valid, channels = channels_of(group, C, L, TILE)
     first, last = share_of(program, tiles_per_program, M, TILE)
     if not SELF:
@@ -149,8 +215,7 @@ def partial_moments(
 
     if SELF:
         shift = tl.zeros([BD], dtype=tl.float32)
-    gram = tl.zeros([BD, BD], dtype=tl.float32)
-    mixed = tl.zeros([BD, BD], dtype=tl.float32)
+    gram, mixed = no_products(TILE)
     total = zero_tile(TILE)
     middle = full_until(first, last, TILE)
     for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
@@ -164,17 +229,9 @@ def partial_moments(
             mixed, total, TILE, SELF, False, PASSING,
         )  # fmt: skip
     if SELF:
-        if TILE.PARTS > 1:
-            gram += mixed + tl.trans(mixed)
-
-    slot = group * num_programs + program
-    slots = tl.num_programs(1) * num_programs
-    columns = tl.arange(0, BD)
-    tl.store(workspace_ptr + slot * BD * BD + index[:, None] * BD + columns[None, :], gram)
-    sums = workspace_ptr + slots * BD * BD + slot * BD
-    tl.store(sums + index, over_samples(total, TILE.ROWS))
-    if SELF:
-        tl.store(sums + slots * BD + index, shift)
+        gram = summed_products(gram, mixed, TILE)
+    total = over_samples(total, TILE.ROWS)
+    store_partials(workspace_ptr, gram, total, shift, program, group, num_programs, TILE, SELF)
 
 
 @triton.jit(do_not_specialize=["M", "num_programs", "samples_per_program"])

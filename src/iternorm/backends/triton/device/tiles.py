@@ -5,7 +5,7 @@ lies beyond the group is masked, not copied.
 """
 
 # A checker takes the language of the kernels for Python.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from typing import NamedTuple
 
 import triton
@@ -25,6 +25,11 @@ class Tile(NamedTuple):
     INT64: bool  # offsets past 2^31
     EVEN: bool  # every group fills its tile: no channel is masked
     STAGES: int  # of the loop that loads tiles
+    # Where each item of a batch is whitened by itself, see `device/items.py`.
+    SPAN: int = 0  # channels of a row; 0 where the batch is whitened together
+    PACK: int = 1  # of them, those that are in one tile
+    SETS: int = 1  # groups of an item
+    WHOLE: bool = False  # the positions of an item fill their tiles
 
 
 class After(NamedTuple):
@@ -144,12 +149,69 @@ def tile_mask(start, last, valid, TILE: tl.constexpr, FULL: tl.constexpr):
     if FULL:
         mask = along_channels(valid, TILE.ROWS)
     else:
-        in_range = start + tl.arange(0, TILE.BL) < last
+        index = tl.arange(0, TILE.BL)
+        if TILE.PACK > 1:
+            index = index // TILE.PACK
+        in_range = start + index < last
         if TILE.ROWS:
             mask = in_range[:, None] & valid[None, :]
         else:
             mask = in_range[None, :] & valid[:, None]
     return mask
+
+
+@triton.jit
+def packed_places(ptr, samples, channels, start, last, valid, TILE: tl.constexpr):
+    """Pointers and mask of a tile of `PACK` channels of each row, in the order of memory: neighbours are read together.
+
+    ``[positions, BC, PACK]``, or ``[positions, BC * PACK]`` where these are all channels of a row, so that the rows of
+    a position lie together too. Channels are counted from the first of the group.
+    """
+    BC: tl.constexpr = TILE.BC
+    PACK: tl.constexpr = TILE.PACK
+    POSITIONS: tl.constexpr = TILE.BL // TILE.PACK
+    there = start + tl.arange(0, POSITIONS) < last
+    if TILE.SPAN == TILE.PACK:
+        flat = tl.arange(0, BC * PACK)
+        pointers = ptr + samples[:, None] + flat[None, :]
+        mask = tl.broadcast_to(there[:, None], [POSITIONS, BC * PACK])
+        # A mask along the contiguous axis would make every load a scalar one.
+        if not TILE.EVEN:
+            mask = mask & (flat < PACK * tl.sum(valid.to(tl.int32), 0))[None, :]
+    else:
+        pointers = ptr + samples[:, None, None] + channels[None, :, None] + tl.arange(0, PACK)[None, None, :]
+        mask = tl.broadcast_to(there[:, None, None] & valid[None, :, None], [POSITIONS, BC, PACK])
+    return pointers, mask
+
+
+@triton.jit
+def load_packed(ptr, samples, channels, start, last, valid, TILE: tl.constexpr, FULL: tl.constexpr):
+    """A tile of rows whose samples are pairs of a position and one of `PACK` channels."""
+    BC: tl.constexpr = TILE.BC
+    BL: tl.constexpr = TILE.BL
+    PACK: tl.constexpr = TILE.PACK
+    POSITIONS: tl.constexpr = TILE.BL // TILE.PACK
+    pointers, mask = packed_places(ptr, samples, channels, start, last, valid, TILE)
+    if FULL and TILE.EVEN:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    return tile.reshape(POSITIONS, BC, PACK).permute(0, 2, 1).reshape(BL, BC)
+
+
+@triton.jit
+def store_packed(ptr, samples, channels, value, start, last, valid, TILE: tl.constexpr, FULL: tl.constexpr):
+    BC: tl.constexpr = TILE.BC
+    PACK: tl.constexpr = TILE.PACK
+    POSITIONS: tl.constexpr = TILE.BL // TILE.PACK
+    pointers, mask = packed_places(ptr, samples, channels, start, last, valid, TILE)
+    value = value.to(pointers.dtype.element_ty).reshape(POSITIONS, PACK, BC).permute(0, 2, 1)
+    if TILE.SPAN == TILE.PACK:
+        value = value.reshape(POSITIONS, BC * PACK)
+    if FULL and TILE.EVEN:
+        tl.store(pointers, value)
+    else:
+        tl.store(pointers, value, mask=mask)
 
 
 @triton.jit
@@ -159,22 +221,28 @@ def load_tile(ptr, samples, channels, start, last, valid, TILE: tl.constexpr, FU
     `FULL` says that all its samples are there. A mask along the contiguous axis would make every load a scalar one, so
     no mask is given that is not needed.
     """
-    pointers = tile_pointers(ptr, samples, channels, TILE.ROWS)
-    if FULL and TILE.EVEN:
-        tile = tl.load(pointers)
+    if TILE.PACK > 1:
+        tile = load_packed(ptr, samples, channels, start, last, valid, TILE, FULL)
     else:
-        tile = tl.load(pointers, mask=tile_mask(start, last, valid, TILE, FULL), other=0.0)
+        pointers = tile_pointers(ptr, samples, channels, TILE.ROWS)
+        if FULL and TILE.EVEN:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=tile_mask(start, last, valid, TILE, FULL), other=0.0)
     return tile
 
 
 @triton.jit
 def store_tile(ptr, samples, channels, value, start, last, valid, TILE: tl.constexpr, FULL: tl.constexpr):
-    pointers = tile_pointers(ptr, samples, channels, TILE.ROWS)
-    value = value.to(pointers.dtype.element_ty)
-    if FULL and TILE.EVEN:
-        tl.store(pointers, value)
+    if TILE.PACK > 1:
+        store_packed(ptr, samples, channels, value, start, last, valid, TILE, FULL)
     else:
-        tl.store(pointers, value, mask=tile_mask(start, last, valid, TILE, FULL))
+        pointers = tile_pointers(ptr, samples, channels, TILE.ROWS)
+        value = value.to(pointers.dtype.element_ty)
+        if FULL and TILE.EVEN:
+            tl.store(pointers, value)
+        else:
+            tl.store(pointers, value, mask=tile_mask(start, last, valid, TILE, FULL))
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.apply import backward_tiles, forward_tiles
+from iternorm.backends.triton.device.items import backward_items, begin_of, forward_items, rows_of
 from iternorm.backends.triton.device.newton import differentiate, iterate, total
 from iternorm.backends.triton.device.running import (
     all_finite,
@@ -67,12 +68,16 @@ def whiten_forward(
     BD: tl.constexpr = TILE.BD
     program = tl.program_id(0)
     group = tl.program_id(1)
-    features, valid, channels = channels_of(group, C, L, TILE)
+    if TILE.SPAN > 0:
+        features, valid, channels, weights = rows_of(group, C, L, TILE)
+        begin = begin_of(group, C, L, TILE)
+    else:
+        features, valid, channels = channels_of(group, C, L, TILE)
+        offset = load_vector(bias_ptr, features, valid, BIAS, 0.0)
+        weight = load_vector(weight_ptr, features, valid, WEIGHT, 1.0)
     i, j, inside = matrix_of(TILE)
     identity = tl.where((i == j) & valid[:, None], 1.0, 0.0)
     target = group * D * D + i * D + j
-    offset = load_vector(bias_ptr, features, valid, BIAS, 0.0)
-    weight = load_vector(weight_ptr, features, valid, WEIGHT, 1.0)
     follow(PDL)
 
     raw = tl.load(covariance_ptr + group * BD * BD + i * BD + j)
@@ -98,12 +103,18 @@ def whiten_forward(
                 if group == 0:
                     count_batch(num_batches_ptr, batches_ptr, keep)
 
-    if WEIGHT:
-        whitening = whitening * weight[:, None]
-    forward_tiles(
-        x_ptr, y_ptr, residual_ptr, whitening, mean, offset, channels, valid, program, tiles_per_program, M, C, L,
-        TILE, AFTER,
-    )  # fmt: skip
+    if TILE.SPAN > 0:
+        forward_items(
+            x_ptr + begin, y_ptr + begin, weight_ptr, bias_ptr, whitening, mean, channels, weights, valid, program,
+            tiles_per_program, C, L, TILE, WEIGHT, BIAS, AFTER,
+        )  # fmt: skip
+    else:
+        if WEIGHT:
+            whitening = whitening * weight[:, None]
+        forward_tiles(
+            x_ptr, y_ptr, residual_ptr, whitening, mean, offset, channels, valid, program, tiles_per_program, M, C, L,
+            TILE, AFTER,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program"])
@@ -139,7 +150,13 @@ def whiten_backward(
     BD: tl.constexpr = TILE.BD
     program = tl.program_id(0)
     group = tl.program_id(1)
-    features, valid, channels = channels_of(group, C, L, TILE)
+    # Of an item, γ is in the cross moments already.
+    FOLDED: tl.constexpr = WEIGHT and TILE.SPAN == 0
+    if TILE.SPAN > 0:
+        features, valid, channels, weights = rows_of(group, C, L, TILE)
+        begin = begin_of(group, C, L, TILE)
+    else:
+        features, valid, channels = channels_of(group, C, L, TILE)
     i, j, inside = matrix_of(TILE)
     identity = tl.where((i == j) & valid[:, None], 1.0, 0.0)
     whitening_ptr += group * D * D
@@ -147,14 +164,14 @@ def whiten_backward(
     whitening = tl.load(whitening_ptr + i * D + j, mask=inside, other=0.0)
     covariance = regularized(tl.load(covariance_ptr + group * BD * BD + i * BD + j), identity, eps, NEWTON)
     trace = total(covariance * identity)
-    weight = load_vector(weight_ptr, features, valid, WEIGHT, 1.0)
+    weight = load_vector(weight_ptr, features, valid, FOLDED, 1.0)
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
     follow(PDL)
 
     grad_sum = tl.load(grad_sum_ptr + features, mask=valid, other=0.0)
     cross = tl.load(cross_ptr + i * BD + j)
     transposed = tl.load(cross_ptr + j * BD + i)
-    if WEIGHT:
+    if FOLDED:
         if program == 0:
             tl.store(grad_weight_ptr + features, tl.sum(cross * whitening, 1), mask=valid)
         cross = cross * weight[:, None]
@@ -166,13 +183,21 @@ def whiten_backward(
     second_matrix *= 2.0 / (trace * M)
     # Row i of Aᵀ: column i of W, scaled by γ of the output channel.
     first_matrix = tl.load(whitening_ptr + j * D + i, mask=inside, other=0.0)
-    if WEIGHT:
+    if FOLDED:
         first_matrix = first_matrix * weight[None, :]
     offset = -tl.sum(first_matrix * (grad_sum / M)[None, :], 1)
-    backward_tiles(
-        grad_ptr, x_ptr, output_ptr, dx_ptr, first_matrix, second_matrix, mean, offset, channels, valid, program,
-        tiles_per_program, M, C, L, TILE, RELU,
-    )  # fmt: skip
+    if TILE.SPAN > 0:
+        if RELU:
+            output_ptr += begin
+        backward_items(
+            grad_ptr + begin, x_ptr + begin, output_ptr, dx_ptr + begin, weight_ptr, first_matrix, second_matrix,
+            mean, offset, channels, weights, valid, program, tiles_per_program, C, L, TILE, WEIGHT, RELU,
+        )  # fmt: skip
+    else:
+        backward_tiles(
+            grad_ptr, x_ptr, output_ptr, dx_ptr, first_matrix, second_matrix, mean, offset, channels, valid, program,
+            tiles_per_program, M, C, L, TILE, RELU,
+        )  # fmt: skip
 
 
 @triton.jit

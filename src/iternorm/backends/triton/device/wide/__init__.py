@@ -1,0 +1,1 @@
+"""Groups above 128 channels, in blocks."""
