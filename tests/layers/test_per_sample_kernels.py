@@ -170,6 +170,13 @@ def test_a_layer_that_has_seen_such_a_batch_notices_what_is_changed():
         layer(x)
 
 
+def test_more_groups_than_a_grid_has_are_refused():
+    x = torch.randn(8192, 8, 16)
+    with pytest.raises(ValueError, match="up to 65535 groups, not 65536"):
+        iternorm.InstanceWhitening1d(8, group_size=1, impl="triton")(x)
+    assert iternorm.InstanceWhitening1d(8, group_size=1)(x).isfinite().all()
+
+
 def test_a_compiler_sees_the_operation_on_a_batch():
     kind, words, shape = CASES["one channel to a block"]
     layer, x = made(kind, words, shape), correlated(*shape, dtype=torch.float32)

@@ -123,13 +123,13 @@ def has_moment_kernels(x: Tensor) -> bool:
     return kernels().unsupported(x, x.shape[1]) is None
 
 
-def has_item_kernels(settings: Settings, x: Tensor) -> bool:
+def has_item_kernels(settings: Settings, x: Tensor, rows: int) -> bool:
     """Whether each item of `x` is whitened by itself in kernels; what is recorded is the operation on a batch."""
     if modes.is_recorded(x) or choose(settings, x) is not Backend.TRITON:
         return False
     from iternorm.backends.triton import items
 
-    return items.supports(x, settings.group_size)
+    return items.supports(x, rows, settings.group_size)
 
 
 def _why_not_triton(x: Tensor, settings: Settings) -> str | None:

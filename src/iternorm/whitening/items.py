@@ -34,14 +34,14 @@ def whiten(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Sett
         return normalize(x, weight, bias, settings, None, True)
     if modes.is_exporting():
         return _exported(x, weight, bias, settings, rows)
-    if in_kernels(x, settings):
+    if in_kernels(x, settings, rows):
         return whiten_eagerly(x, weight, bias, settings, rows)
     return _as_batch(x, weight, bias, settings, rows)
 
 
-def in_kernels(x: Tensor, settings: Settings) -> bool:
+def in_kernels(x: Tensor, settings: Settings, rows: int) -> bool:
     """Whether there are kernels for the items of `x`."""
-    return x.numel() > 0 and dispatch.has_item_kernels(settings, x)
+    return x.numel() > 0 and dispatch.has_item_kernels(settings, x, rows)
 
 
 def whiten_eagerly(x: Tensor, weight, bias, settings: Settings, rows: int) -> Tensor:

@@ -147,8 +147,8 @@ def test_no_verb_copies_the_activation(shape, channels_last, dtype):
     # In units of an fp32 activation, which is what a centred or transposed copy would take: tiles are widened.
     whole, output = x.numel() * 4, x.numel() * x.element_size()
     assert peak_bytes(lambda: torch_verbs.moments(x, 64)) < 0.6 * whole
-    # torch 2.6 makes one more copy of a tile of bfloat16 rows for its product: 0.67 in place of 0.42.
-    limit = 0.6 if torch.__version__ >= "2.7" else 0.7
+    # torch 2.6 and 2.14 make one more copy of a tile of bfloat16 rows for its product: 0.67 in place of 0.42.
+    limit = 0.7 if torch.__version__.startswith(("2.6.", "2.14.")) else 0.6
     assert peak_bytes(lambda: torch_verbs.cross_moments(x, x, offset, 64)) < limit * whole
     assert peak_bytes(lambda: torch_verbs.apply(x, matrix, offset, 64)) - output < 0.4 * whole
     assert peak_bytes(lambda: torch_verbs.apply_backward(x, x, matrix, matrix, offset, 64)) - output < 0.5 * whole

@@ -432,6 +432,8 @@ def test_kernels_that_cannot_run_say_why():
         layer_for((4, 8, 2, 2), group_size=4, dtype=torch.float64)(torch.randn(4, 8, 2, 2, dtype=torch.float64))
     with pytest.raises(ValueError, match="groups of up to 1024 channels for 'newton', not 1025"):
         layer_for((4, 1025), group_size=None)(torch.randn(4, 1025))
+    with pytest.raises(ValueError, match="up to 65535 groups, not 65536"):
+        layer_for((4, 65536), group_size=1)(torch.randn(4, 65536))
     with pytest.raises(ValueError, match="not 'pca'"):
         functional.decorrelated_batch_norm(torch.randn(4, 8, 2, 2), training=True, solver="pca", impl="triton")
     with pytest.raises(ValueError, match="groups of up to 64 channels for 'zca', not 65"):

@@ -13,7 +13,7 @@ from torch import Tensor
 from iternorm.backends.torch.verbs import is_rows
 from iternorm.backends.triton.device.items import item_cross_moments, item_moments
 from iternorm.backends.triton.device.tiles import Tile
-from iternorm.backends.triton.layout import LARGEST_NEWTON, Layout, padded_size, placed
+from iternorm.backends.triton.layout import LARGEST_NEWTON, MOST_GROUPS, Layout, padded_size, placed
 from iternorm.backends.triton.plan import Key, Plan
 from iternorm.backends.triton.precision import Split, split_for
 from iternorm.backends.triton.run import in_strides, parts_of
@@ -27,11 +27,11 @@ _PACKED_BYTES = 64
 _LEAST_POSITIONS = 16
 
 
-def supports(x: Tensor, group_size: int) -> bool:
+def supports(x: Tensor, rows: int, group_size: int) -> bool:
     """Whether items of this shape are computed here; the others are a view of the operation on a batch."""
     items, channels = x.shape[:2]
     values = x.numel() // items
-    if group_size > LARGEST_NEWTON or values >= 2**30:
+    if group_size > LARGEST_NEWTON or values >= 2**30 or items * -(-rows // group_size) > MOST_GROUPS:
         return False
     return (is_rows(x) and not x.is_contiguous()) or values // channels >= _LEAST_POSITIONS
 

@@ -19,6 +19,8 @@ LARGEST_TILE = 128
 BLOCK = 64
 # Beyond this a row of a matrix does not fit a program's registers.
 LARGEST_GROUP = 1024
+# What CUDA allows of the grid's second dimension, which counts groups.
+MOST_GROUPS = 65535
 
 
 class Layout(NamedTuple):
@@ -48,6 +50,8 @@ def unsupported(x: Tensor, group_size: int, solver: str = "newton") -> str | Non
     size = groups.effective_size(x.shape[1], group_size)
     if size > largest:
         return f"they take groups of up to {largest} channels for {solver!r}, not {group_size}"
+    if x.shape[1] > size * MOST_GROUPS:
+        return f"they take up to {MOST_GROUPS} groups, not {-(-x.shape[1] // size)}"
     if not x.is_cuda and not INTERPRETED:
         return f"they need a CUDA tensor, not one on {x.device}"
     return lacking(x.device.index) if x.is_cuda else None
