@@ -2,22 +2,24 @@
 
     PYTHONPATH=src python benchmarks/tune_kernels.py --out tune.json
 
-Kernels are compiled in parallel processes first, then timed one by one as CUDA graphs.
+A choice is timed in the pass that the kernel belongs to, with the other kernels as they are: a forward, a backward or
+an eval of a layer with groups of 64 channels. Kernels are compiled in parallel processes first, then the passes are
+timed one by one as CUDA graphs.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from iternorm.backends.triton import plan as plans
-from iternorm.backends.triton.runtime import stream_of
+from iternorm.backends.triton import run, tiling
 from iternorm.backends.triton.tiling import Tiles
 
 SHAPES = {
@@ -28,56 +30,60 @@ SHAPES = {
 BLOCKS = [(32, 4), (64, 4), (128, 4), (64, 8), (128, 8)]
 STAGES = [2, 3, 4]
 PER_SM = [1, 2, 3, 4]
-KERNELS = ["moments", "cross_moments", "whiten", "whiten_backward", "apply"]
+# Each kernel, and the pass that it belongs to.
+KERNELS = {
+    "moments": "forward",
+    "whiten": "forward",
+    "cross_moments": "backward",
+    "whiten_backward": "backward",
+    "apply": "eval",
+}
 MODES = {"tf32": (torch.float32, "high"), "bf16": (torch.bfloat16, "high"), "fp32": (torch.float32, "highest")}
+_GROUP, _STEPS, _EPS = 64, 5, 1e-5
 
 
-def prepare(shape, mode, rows):
+def passes(shape: tuple[int, ...], mode: str, rows: bool, device: str = "cuda") -> dict[str, Callable[[], object]]:
+    """The passes of a layer on an activation of this shape."""
     dtype, setting = MODES[mode]
     torch.set_float32_matmul_precision(setting)
     layout = torch.channels_last if rows else torch.contiguous_format
-    x = torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=layout)
-    grad, out = torch.randn_like(x), torch.empty_like(x)
-    count = -(-shape[1] // 64)
-    matrix = torch.empty(count, 64, 64, device="cuda")
-    vector = torch.ones(shape[1], device="cuda")
-    matrix.copy_(torch.eye(64, device="cuda"))
-    state = torch.zeros(count * 64 * 64 * 32, device="cuda")
-    workspace = torch.empty(count * 1024 * 64 * 66, device="cuda")
+    x = torch.randn(shape, device=device).to(dtype).contiguous(memory_format=layout)
+    grad, learned = torch.randn_like(x), torch.ones(shape[1], device=device)
+    matrix = torch.eye(_GROUP, device=device).repeat(-(-shape[1] // _GROUP), 1, 1)
 
-    def call(kernel):
-        plan = plans.plan_for(x, vector, vector, 64, 5, None)
-        stream = stream_of(x.device)
-        activation, gradient, result, v = x.data_ptr(), grad.data_ptr(), out.data_ptr(), vector.data_ptr()
-        partial, reduced = workspace.data_ptr(), matrix.data_ptr()
-        if kernel == "moments":
-            plan.launches["moments"](stream, (activation, activation, 0, 0, partial))
-            plan.launches["reduce"](stream, (partial, reduced, v, v, 0, 0))
-        elif kernel == "cross_moments":
-            plan.launches["cross_moments"](stream, (gradient, activation, 0, v, partial))
-            plan.launches["cross_reduce"](stream, (partial, reduced, v, 0, 0, 0))
-        elif kernel == "apply":
-            plan.launches["apply"](stream, (activation, result, reduced, v, v, v))
-        elif kernel == "whiten":
-            kept = (state.data_ptr() + 4 * count * 64 * 64, state.data_ptr() + 8 * count * 64 * 64)
-            statistics = (reduced, v, v, *kept, v, v, 0, 0, 0, 0)
-            plan.launches["whiten"](stream, (activation, result, *statistics, 1e-5, 0.1))
-        else:
-            kept = (state.data_ptr() + 4 * count * 64 * 64, state.data_ptr() + 8 * count * 64 * 64)
-            statistics = (reduced, reduced, v, *kept, v, v, v)
-            plan.launches["whiten_backward"](stream, (gradient, activation, 0, result, *statistics, 1e-5))
+    def forward():
+        return run.forward(x, learned, learned, _GROUP, _STEPS, _EPS)
 
-    return {kernel: functools.partial(call, kernel) for kernel in KERNELS}
+    state = forward()[1]
+
+    def backward():
+        plan = run.plan_of_state(state, x, learned, _GROUP, _STEPS, False, False, False, False)
+        return run.backward(grad, x, learned, state, plan, _EPS, True)
+
+    def apply():
+        return run.apply(x, matrix, learned, learned, learned, _GROUP)
+
+    return {"forward": forward, "backward": backward, "eval": apply}
 
 
-def use(tiles):
-    plans.tiles_for = lambda *_: tiles
+def use(kernel: str | None = None, tiles: Tiles | None = None) -> None:
+    """Give a kernel these tiles and the others their own; without arguments, all their own."""
+
+    def chosen(name: str, *rest: Any) -> Tiles:
+        return tiles if tiles is not None and name == kernel else tiling.tiles_for(name, *rest)
+
+    plans.tiles_for = chosen
     plans._plans.clear()
 
 
-def graph_time(call, repeats=10, replays=5):
-    call()
-    torch.cuda.synchronize()
+def tiles_of(kernel: str) -> Tiles:
+    """What the last pass gave to a kernel: smaller tiles than those asked for where they do not fit the GPU."""
+    (plan,) = plans._plans.values()
+    return plan._tiles(kernel)
+
+
+def graph_time(call: Callable[[], object], repeats: int = 10, replays: int = 5) -> float:
+    """The median time of a call in a CUDA graph of so many, in microseconds."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(repeats):
@@ -93,22 +99,39 @@ def graph_time(call, repeats=10, replays=5):
     return sorted(times)[len(times) // 2]
 
 
-def compile_share(arguments):
+def compile_share(arguments: tuple[int, int, list[str]]) -> None:
+    """Compile every so manieth choice, for later processes."""
     share, shares, modes = arguments
     os.environ["CUDA_MODULE_LOADING"] = "LAZY"
     jobs: list[Any] = list(itertools.product(modes, (False, True), KERNELS, BLOCKS, STAGES))
-    for index, (mode, rows, kernel, (block, warps), stages) in enumerate(jobs):
-        if index % shares != share:
-            continue
-        # The block size of the reduction and its launch do not depend on the tiles: a small activation will do.
-        use(Tiles(block, warps, stages, 1))
+    for mode, rows, kernel, (block, warps), stages in jobs[share::shares]:
+        # The programs of a launch are no constant of it: a small activation will do.
+        use()
+        calls = passes((4, 64, 16, 16), mode, rows)
+        use(kernel, Tiles(block, warps, stages, 1))
         try:
-            prepare((4, 64, 16, 16), mode, rows)[kernel]()
+            calls[KERNELS[kernel]]()
         except Exception as error:
             print(f"{mode} rows={rows} {kernel} {block} {warps} {stages}: {type(error).__name__}", file=sys.stderr)
 
 
-def main():
+def timings(kernel: str, calls: dict[str, Callable[[], object]], repeats: int) -> list[tuple[float, Tiles]]:
+    """Every choice for a kernel that fits the GPU, with the time of its pass, the fastest first."""
+    found = []
+    for (block, warps), stages, per_sm in itertools.product(BLOCKS, STAGES, PER_SM):
+        tiles, call = Tiles(block, warps, stages, per_sm), calls[KERNELS[kernel]]
+        use(kernel, tiles)
+        try:
+            call()
+            torch.cuda.synchronize()
+            if tiles_of(kernel) == tiles:
+                found.append((graph_time(call, repeats), tiles))
+        except Exception as error:
+            print(f"{kernel} {tiles}: {error}"[:200], file=sys.stderr)
+    return sorted(found)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="tune.json")
     parser.add_argument("--modes", default="tf32,bf16,fp32")
@@ -119,20 +142,14 @@ def main():
         pool.map(compile_share, [(i, args.processes, modes) for i in range(args.processes)])
     results = []
     for mode, rows, (name, shape) in itertools.product(modes, (False, True), SHAPES.items()):
-        calls = prepare(shape, mode, rows)
-        for kernel in KERNELS:
-            found = []
-            for (block, warps), stages, per_sm in itertools.product(BLOCKS, STAGES, PER_SM):
-                use(Tiles(block, warps, stages, per_sm))
-                try:
-                    found.append((graph_time(calls[kernel], 2 if name == "stem" else 10), block, warps, stages, per_sm))
-                except Exception as error:
-                    print(f"{mode} {kernel} {block} {warps} {stages}: {error}"[:200], file=sys.stderr)
-            found.sort()
-            where: dict[str, Any] = {"mode": mode, "rows": rows, "shape": name, "kernel": kernel}
-            results += [{**where, "us": t, "tiles": rest} for t, *rest in found]
-            best = "  ".join(f"{t:.1f}us {rest}" for t, *rest in found[:3])
-            print(f"{mode} {'NHWC' if rows else 'NCHW'} {name} {kernel}: {best}", flush=True)
+        use()
+        calls = passes(shape, mode, rows)
+        for kernel, part in KERNELS.items():
+            found = timings(kernel, calls, 2 if name == "stem" else 10)
+            where: dict[str, Any] = {"mode": mode, "rows": rows, "shape": name, "kernel": kernel, "pass": part}
+            results += [{**where, "us": time, "tiles": tiles} for time, tiles in found]
+            best = "  ".join(f"{time:.1f} us {tuple(tiles)}" for time, tiles in found[:3])
+            print(f"{mode} {'NHWC' if rows else 'NCHW'} {name} {kernel}, {part}: {best}", flush=True)
         del calls
         torch.cuda.empty_cache()
     with open(args.out, "w") as file:

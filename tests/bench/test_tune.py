@@ -1,0 +1,38 @@
+"""`benchmarks/tune_kernels.py`: every kernel is timed with the tiles that were asked for."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("in Triton's interpreter", allow_module_level=True)
+
+from iternorm.backends.triton import plan, tiling
+
+tune = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "tune_kernels.py"))
+
+
+@pytest.fixture(autouse=True)
+def _as_before(precision):
+    yield
+    plan.tiles_for = tiling.tiles_for
+    plan._plans.clear()
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_pass_runs_with_other_tiles_and_gives_the_same(rows, precision):
+    tune["use"]()
+    calls = tune["passes"]((4, 64, 4, 4), "tf32", rows, "cpu")
+    for kernel, part in tune["KERNELS"].items():
+        tune["use"]()
+        expected = calls[part]()
+        own = tune["tiles_of"](kernel)
+        other = own._replace(samples=32 if own.samples != 32 else 16, per_sm=3)
+        tune["use"](kernel, other)
+        found = calls[part]()
+        assert tune["tiles_of"](kernel) == other
+        first, second = (value if torch.is_tensor(value) else value[0] for value in (found, expected))
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
