@@ -273,7 +273,6 @@ def item_moments(
         total += x
         gram, mixed = own_products(x, gram, mixed, TILE)
     gram = summed_products(gram, mixed, TILE)
-    total = over_samples(total, TILE.ROWS)
     store_partials(workspace_ptr, gram, total, shift, program, group, num_programs, TILE, True)
 
 
@@ -374,4 +373,4 @@ def item_cross_moments(
             total += sums
             cross += gram
             gram = tl.zeros([BD, BD], dtype=tl.float32)
-    store_partials(workspace_ptr, cross, total, mean, program, group, num_programs, TILE, False)
+    store_partials(workspace_ptr, cross, total, mean, program, group, num_programs, TILE, False, True)

@@ -118,15 +118,22 @@ def summed_products(gram, mixed, TILE: tl.constexpr):
 
 @triton.jit
 def store_partials(
-    workspace_ptr, gram, total, shift, program, group, num_programs, TILE: tl.constexpr, SELF: tl.constexpr
-):
-    """A program's part of the sums: all matrices come first, then all sums, then all shifts."""
+    workspace_ptr, gram, total, shift, program, group, num_programs, TILE: tl.constexpr, SELF: tl.constexpr,
+    SUMMED: tl.constexpr = False,
+):  # fmt: skip
+    """A program's part of the sums: all matrices come first, then all sums, then all shifts.
+
+    `total` is a tile, or with `SUMMED` the sums of its samples.
+    """
     BD: tl.constexpr = TILE.BD
     index = tl.arange(0, BD)
     slot = group * num_programs + program
     slots = tl.num_programs(1) * num_programs
-    tl.store(workspace_ptr + slot * BD * BD + index[:, None] * BD + index[None, :], gram)
+    columns = tl.arange(0, BD)
+    tl.store(workspace_ptr + slot * BD * BD + index[:, None] * BD + columns[None, :], gram)
     sums = workspace_ptr + slots * BD * BD + slot * BD
+    if not SUMMED:
+        total = over_samples(total, TILE.ROWS)
     tl.store(sums + index, total)
     if SELF:
         tl.store(sums + slots * BD + index, shift)
@@ -230,7 +237,6 @@ def partial_moments(
         )  # fmt: skip
     if SELF:
         gram = summed_products(gram, mixed, TILE)
-    total = over_samples(total, TILE.ROWS)
     store_partials(workspace_ptr, gram, total, shift, program, group, num_programs, TILE, SELF)
 
 

@@ -73,11 +73,12 @@ def whiten_forward(
         begin = begin_of(group, C, L, TILE)
     else:
         features, valid, channels = channels_of(group, C, L, TILE)
-        offset = load_vector(bias_ptr, features, valid, BIAS, 0.0)
-        weight = load_vector(weight_ptr, features, valid, WEIGHT, 1.0)
     i, j, inside = matrix_of(TILE)
     identity = tl.where((i == j) & valid[:, None], 1.0, 0.0)
     target = group * D * D + i * D + j
+    if TILE.SPAN == 0:
+        offset = load_vector(bias_ptr, features, valid, BIAS, 0.0)
+        weight = load_vector(weight_ptr, features, valid, WEIGHT, 1.0)
     follow(PDL)
 
     raw = tl.load(covariance_ptr + group * BD * BD + i * BD + j)
