@@ -195,3 +195,32 @@ def test_every_launch_on_a_stream_gets_addresses_and_floats(words, samples, size
         assert stream == 7
         for name, value in zip(names, values, strict=True):
             assert type(value) is (int if name.endswith("_ptr") else float), (kernel, name, value)
+
+
+def allocations(step):
+    """How often a function asks torch for memory."""
+    with torch.profiler.profile() as found:
+        step()
+    made = ("aten::new_empty", "aten::empty_like", "aten::new_zeros", "aten::zeros_like")
+    return sum(event.count for event in found.key_averages() if event.key in made)
+
+
+@pytest.mark.parametrize("size", [16, 192])
+def test_a_step_allocates_what_iter_norm_does_and_what_is_exchanged(size, launched):
+    # Where the host decides, a tensor more is a large share of the time.
+    counts = []
+    for kind in (iternorm.IterNorm2d, iternorm.SyncIterNorm):
+        layer = kind(192, group_size=size, impl="triton")
+        x = torch.randn(4, 192, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
+        with absent_ranks(3):
+            layer(x).backward(torch.ones_like(x))
+            outputs = []
+            forward = allocations(lambda layer=layer, x=x, outputs=outputs: outputs.append(layer(x)))
+            wanted = (x, *layer.parameters())
+            backward = allocations(
+                lambda y=outputs[0], wanted=wanted: torch.autograd.grad(y, wanted, torch.ones(y.shape))
+            )
+        counts.append((forward, backward))
+    (forward, backward), together = counts
+    # Forward what is sent and what all have sent, backward what is summed in place.
+    assert together == (forward + 2, backward + 1)

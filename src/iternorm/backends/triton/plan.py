@@ -379,6 +379,8 @@ class Plan:
             size = self._shares_of(name) * (padded + 2) * count * padded
             if self.iteration is not None:
                 size = max(size, self.iteration.backward_work)
+            if self.exchange is not None:
+                size += self.exchange.vectors
             size = self._sizes[name] = size + 2 * padded * count * padded
         return x.new_empty(size, dtype=torch.float32)
 

@@ -76,12 +76,10 @@ def gather_moments(packed: Tensor, group: Group) -> Tensor:
     return gathered
 
 
-def gather_moments_eagerly(packed: Tensor, group: Group) -> Tensor:
+def gather_moments_eagerly(gathered: Tensor, packed: Tensor, group: Group) -> None:
     """`gather_moments` where nothing records the call."""
-    gathered = packed.new_empty(group.size * packed.numel())
     getattr(dist, _ALL_GATHER)(gathered, packed, group=_found(group))
     _check_counts(gathered, group)
-    return gathered
 
 
 def _check_counts(gathered: Tensor, group: Group) -> None:
@@ -108,10 +106,9 @@ def sum_over_ranks(packed: Tensor, group: Group) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(packed, "sum", group.name))
 
 
-def sum_over_ranks_eagerly(packed: Tensor, group: Group) -> Tensor:
+def sum_over_ranks_eagerly(packed: Tensor, group: Group) -> None:
     """`sum_over_ranks` where nothing records the call: in place."""
     dist.all_reduce(packed, group=_found(group))
-    return packed
 
 
 def _found(group: Group) -> dist.ProcessGroup:

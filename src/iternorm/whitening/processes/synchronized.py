@@ -52,8 +52,8 @@ class _WhitenEager(torch.autograd.Function):
     def forward(ctx, x, weight, bias, residual, settings, statistics):
         group, relu = settings.process_group, settings.relu
 
-        def gather(sent: Tensor) -> Tensor:
-            return collective.gather_moments_eagerly(sent, group)
+        def gather(gathered: Tensor, sent: Tensor) -> None:
+            collective.gather_moments_eagerly(gathered, sent, group)
 
         with kernels().on_device(x.device):
             y, state, ctx.plan = _chains().forward(
@@ -71,8 +71,8 @@ class _WhitenEager(torch.autograd.Function):
         x, weight, bias, state, output = ctx.saved_tensors
         settings, needs = ctx.settings, ctx.needs_input_grad
 
-        def reduce(sent: Tensor) -> Tensor:
-            return collective.sum_over_ranks_eagerly(sent, settings.process_group)
+        def reduce(sent: Tensor) -> None:
+            collective.sum_over_ranks_eagerly(sent, settings.process_group)
 
         gradients = _chains().backward(
             grad, x, weight, state, ctx.plan, settings.eps, output, reduce if needs[0] else None
@@ -159,7 +159,7 @@ def _(x, group_size):
     with kernels().on_device(x.device):
         # What is sent depends neither on how many ranks there are, nor on what they make of it.
         plan = chains.plan_for(x, None, None, group_size, 0, None, ranks=1)
-        return chains.moments(chains.as_read(x, plan), plan)
+        return chains.moments(x, plan)
 
 
 @torch.library.register_fake("iternorm::sync_moments", lib=_library)
@@ -175,11 +175,8 @@ def _(
     chains = _chains()
     running = None if mean is None else Running(mean, matrix, num_batches, momentum, is_covariance)
     with kernels().on_device(x.device):
-        asked = {"residual": residual is not None, "ranks": ranks}
-        plan = chains.plan_for(x, weight, bias, group_size, num_iters, running, exact, relu, **asked)
-        source = chains.as_read(x, plan)
-        y, state = chains.whiten(source, gathered, weight, bias, residual, plan, eps, running, zeroed=True)
-        return chains.as_given(y, x, source), state
+        asked = (group_size, num_iters, eps, running, exact, relu, ranks)
+        return chains.forward(x, weight, bias, residual, *asked, None, gathered, zeroed=True)[:2]
 
 
 @torch.library.register_fake("iternorm::sync_whiten", lib=_library)
@@ -197,16 +194,9 @@ def _(grad, x, weight, state, output, group_size, num_iters, exact, needs_residu
     with kernels().on_device(x.device):
         asked = (output is not None, needs_residual, ranks)
         plan = chains.plan_of_state(state, x, weight, group_size, num_iters, exact, *asked)
-        source = chains.as_read(x, plan)
-        sent, grad_weight, grad_bias, passed = chains.cross_moments(grad, source, weight, state, output, plan)
+        _, *gradients, sent = chains.backward(grad, x, weight, state, plan, 0.0, output, None)
         # An operator returns tensors: what was not asked for is empty.
-        grad_weight = state.new_empty(0) if grad_weight is None else grad_weight
-        return (
-            sent,
-            grad_weight,
-            grad_bias,
-            state.new_empty(0) if passed is None else chains.as_given(passed, x, source),
-        )
+        return sent, *(state.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 @torch.library.register_fake("iternorm::sync_cross_moments", lib=_library)
@@ -222,8 +212,7 @@ def _(grad, x, weight, state, total, output, group_size, num_iters, eps, exact, 
     with kernels().on_device(x.device):
         asked = (output is not None, False, ranks)
         plan = chains.plan_of_state(state, x, weight, group_size, num_iters, exact, *asked)
-        source = chains.as_read(x, plan)
-        return chains.as_given(chains.input_gradient(grad, source, weight, state, total, output, plan, eps), x, source)
+        return chains.backward(grad, x, weight, state, plan, eps, output, None, total)[0]
 
 
 @torch.library.register_fake("iternorm::sync_input_gradient", lib=_library)
