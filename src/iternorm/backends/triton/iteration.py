@@ -12,14 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
+from iternorm.backends.triton import tiling
 from iternorm.backends.triton.device.iterate import iterate, iterate_backward, wide_weight_gradient
 from iternorm.backends.triton.device.running import Average, blend
 from iternorm.backends.triton.device.steps import Matrices
 from iternorm.backends.triton.precision import is_watched, matrix_precision, split_for
 from iternorm.backends.triton.runtime import Launch, Launches, given_to, on_device
-
-# Tiles of 32x32, so that there are enough to fill a GPU: 14 launches at N = 512 took 70 us, with 64x64 173 (H200).
-SIDE, STAGES = 32, 3
 
 Call = tuple[str, tuple]
 
@@ -67,7 +65,8 @@ class Iteration:
         weight: torch.dtype | None = None,
         running: RunningKey | None = None,
     ):
-        across = -(-stride // SIDE)
+        blocks = tiling.blocks_for(stride, precision, False)
+        across = -(-stride // blocks.side)
         self._tiles = across * across
         # Every array of matrices begins at 16 bytes.
         self._step = -(-count * stride * stride // 4) * 4
@@ -75,19 +74,18 @@ class Iteration:
         self._num_iters, self._device = num_iters, device
         self._weight, self._running = weight, running
         self._watched = is_watched(num_iters)
-        # On an H200 2 were faster for N = 512 (148 us backward against 191), 4 as fast or faster for 256 and 128.
-        self._warps = 2 if stride >= 512 else 4
+        self._warps = blocks.warps
         self._matrices = Matrices(
             N=stride,
             D=size,
             PADDED=int(triton.next_power_of_2(stride)),
-            SIDE=SIDE,
+            SIDE=blocks.side,
             TILES=self._tiles,
             PAIRS=across * (across + 1) // 2,
-            EVEN=stride % SIDE == 0,
+            EVEN=stride % blocks.side == 0,
             STEPS=min(num_iters, 2),
-            DEPTH=64 if stride % 64 == 0 else 32,
-            STAGES=STAGES,
+            DEPTH=blocks.depth,
+            STAGES=blocks.stages,
             PRECISION=precision,
         )
 
@@ -150,25 +148,23 @@ class Iteration:
 
     def _iterate(self) -> Launch:
         pointers = (*(torch.float32,) * 3, torch.int32)
-        return self._meeting(iterate, 2, pointers, 1, MATRICES=self._matrices)
+        return self._meeting(iterate, 2, self._warps, pointers, 1, MATRICES=self._matrices)
 
     def _iterate_backward(self) -> Launch:
         pointers = (*self._gradients, *(torch.float32,) * 2, torch.int32)
-        matrices = self._matrices
-        if matrices.PRECISION == "tf32x3" and self._warps == 2:
-            # At a depth of 64 two warps run out of registers (seen in the compiler's report, not timed).
-            matrices = matrices._replace(DEPTH=32)
+        blocks = tiling.blocks_for(self._matrices.N, self._matrices.PRECISION, True)
+        matrices = self._matrices._replace(DEPTH=blocks.depth, STAGES=blocks.stages)
         together = min(triton.next_power_of_2(self._tiles), 1024)
         constants = {"AFFINE": self._weight is not None, "TOGETHER": together}
-        return self._meeting(iterate_backward, 4, pointers, 2, MATRICES=matrices, **constants)
+        return self._meeting(iterate_backward, 4, blocks.warps, pointers, 2, MATRICES=matrices, **constants)
 
-    def _meeting(self, kernel, steps: int, pointers: tuple, num_floats: int, **constants: Any) -> Launch:
+    def _meeting(self, kernel, steps: int, warps: int, pointers: tuple, num_floats: int, **constants: Any) -> Launch:
         """A launch whose programs meet: as many as have work where so many steps are done side by side."""
         grid, integers = (steps * self._matrices.PAIRS * self._count, 1), (self._channels, self._count)
         constants |= {"T": self._num_iters, "STRIDE": self._step, "WATCHED": self._watched}
         floats = (0.5,) * num_floats
         return Launch(
-            kernel, grid, pointers, floats, integers, (0,), constants, self._warps, self._device, False, True
+            kernel, grid, pointers, floats, integers, (0,), constants, warps, self._device, False, True
         )  # fmt: skip
 
     def _weight_gradient(self) -> Launch:
@@ -189,15 +185,15 @@ class Iteration:
         assert self._running is not None
         fp32, size, running = torch.float32, self._size, self._running
         counters = (torch.int64 if running.counted else None,) * 2
-        stride = self._matrices.N if running.is_covariance else size
+        stride, side = self._matrices.N if running.is_covariance else size, self._matrices.SIDE
         return Launch(
             blend,
-            ((-(-size // SIDE)) ** 2, self._count),
+            ((-(-size // side)) ** 2, self._count),
             (fp32, fp32, fp32, running.mean, running.matrix, *counters),
             (0.1,),
             (self._channels,),
             (0,),
-            {"N": stride, "D": size, "SIDE": SIDE, "AVERAGE": running.average},
+            {"N": stride, "D": size, "SIDE": side, "AVERAGE": running.average},
             self._warps,
             self._device,
         )

@@ -41,7 +41,7 @@ def _run_moments(plan: Plan, stream, sent: Tensor, source, partials, target) -> 
 
 def forward(
     x, weight, bias, residual, group_size, num_iters, eps, running, exact, relu, ranks: int,
-    gather: Callable[[Tensor, Tensor], None] | None, gathered: Any = None, zeroed=False,
+    gather: Callable[[Tensor, Tensor], object] | None, gathered: Any = None, zeroed=False,
 ) -> tuple[Tensor, Tensor, Plan]:  # fmt: skip
     """`run.forward` over so many ranks.
 
@@ -91,7 +91,7 @@ def forward(
 
 def backward(
     grad, x, weight, state, plan: Plan, eps, output,
-    reduce: Callable[[Tensor], None] | None, total: Tensor | None = None,
+    reduce: Callable[[Tensor], object] | None, total: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """What `run.backward` returns, those of weight and bias this rank's own part, and the sums that are exchanged.
 
