@@ -152,7 +152,8 @@ def inverse_sqrt(
             whitening, saved = solvers.solve(matrix, settings.solver, settings.num_iters, keep)
         else:
             whitening, kept = iteration.solve(matrix, _steps(settings))
-            saved = (kept,) if keep else ()
+            # Kernels that keep nothing have nothing that could be computed once more.
+            saved = (kept,) if keep or not kept.numel() else ()
         matrices.append(whitening)
         solved.append((matrix, *saved))
     return groups.pad(matrices), solved

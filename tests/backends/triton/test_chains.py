@@ -19,7 +19,8 @@ if torch.cuda.is_available():
 from iternorm import IterNorm2d
 from iternorm.backends.triton import iteration, layout, plan, precision, runtime
 from iternorm.backends.triton import run as launch
-from iternorm.whitening.settings import Running
+from iternorm.whitening import autograd
+from iternorm.whitening.settings import Running, Settings
 
 # Since torch 2.9.
 HAS_FP32_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")
@@ -87,6 +88,16 @@ def test_the_iteration_alone_is_one_chain_each_way(num_iters, monkeypatch):
         iteration.solve_backward(covariance, covariance, whitening, saved, num_iters)
     assert chains == [("iterate",), ("iterate_backward",)]
     assert operations.names <= MEMORY
+
+
+def test_the_iteration_alone_is_not_run_once_more_for_its_backward(monkeypatch):
+    chains = []
+    monkeypatch.setattr(runtime.Launches, "run", lambda self, stream, names, arguments: chains.append(names))
+    settings = Settings(130, "zca")
+    covariance = torch.eye(130)[None]
+    whitening, solved = autograd.inverse_sqrt(covariance, 130, settings, keep=False, iteration=iteration)
+    autograd.inverse_sqrt_backward(covariance, whitening, solved, 130, settings, iteration)
+    assert chains == [("iterate",), ("iterate_backward",)]
 
 
 def test_a_chain_on_a_stream_is_called_as_it_was_prepared():
@@ -260,3 +271,20 @@ def test_tf32_is_allowed_in_every_way_that_torch_has():
     command = [sys.executable, "-c", script, *(setting for setting, _ in wanted)]
     found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True).stdout.split()
     assert found == [str(split) for _, split in wanted]
+
+
+@pytest.mark.parametrize("num_iters", [5, 20])
+@pytest.mark.parametrize(("channels", "size"), [(128, 128), (300, 200)])
+def test_a_group_above_64_keeps_covariance_and_whitening_for_its_backward(channels, size, num_iters, monkeypatch):
+    monkeypatch.setattr(runtime.Launches, "run", lambda *_: None)
+    monkeypatch.setattr(plan, "_plans", {})
+    layer = IterNorm2d(channels, group_size=size, num_iters=num_iters, impl="triton")
+    x = torch.randn(8, channels, 6, 6).to(memory_format=torch.channels_last).requires_grad_()
+    known = {tensor.data_ptr() for tensor in (x, *layer.parameters())}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(x)
+    bytes_kept = sum(tensor.nbytes for tensor in kept if tensor.data_ptr() not in known)
+    groups, padded = -(-channels // size), layout.padded_size(size)
+    # Mean and variance, too; all parts begin at 16 bytes.
+    assert bytes_kept <= 4 * (groups * (padded**2 + size**2) + 2 * channels + 16)

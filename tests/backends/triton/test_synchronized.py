@@ -1,6 +1,7 @@
 """Ranks whose moments go from kernel to collective to kernel equal one process: in Triton's interpreter, over gloo."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import sync_kernels
@@ -15,6 +16,7 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu_synchronized.py", allow_module_level=True)
 
 from iternorm.backends.triton import plan, runtime
+from iternorm.backends.triton import synchronized as chains
 from iternorm.timing.gpu.synchronized import absent_ranks
 from iternorm.whitening import dispatch
 from iternorm.whitening.processes import collective, synchronized
@@ -121,6 +123,45 @@ def test_launches_that_follow_a_collective_wait_for_all_of_it(group_size):
     assert not found["merge"].dependent
     assert not found["unpack"].dependent
     assert found["reduce"].dependent
+
+
+@pytest.mark.parametrize(
+    ("channels", "size"),
+    [(10, 4), pytest.param(72, 72, marks=pytest.mark.rare), pytest.param(140, 130, marks=pytest.mark.rare)],
+)
+def test_two_parts_of_a_batch_equal_the_whole(channels, size, poisoned_memory):
+    """The kernels of two ranks in one process: each is handed what the other would send."""
+    torch.manual_seed(0)
+    x, grad = (torch.randn(5, channels, 4, 4).to(memory_format=torch.channels_last) for _ in range(2))
+    x[:2] += 3
+    weight, bias = torch.rand(channels) + 0.5, torch.randn(channels)
+    cuts = slice(0, 2), slice(2, 5)
+    asked = (size, 2, 1e-5, None, False, True, 2)
+    sent = [synchronized.moments_op(x[cut], size) for cut in cuts]
+    forwards = []
+    for cut in cuts:
+        gather = lambda gathered, own: gathered.copy_(torch.cat(sent))  # noqa: E731
+        forwards.append(chains.forward(x[cut], weight, bias, None, *asked, gather))
+    arguments = [
+        (grad[cut], x[cut], weight, state, plan, 1e-5, y) for cut, (y, state, plan) in zip(cuts, forwards, strict=True)
+    ]
+    total: Any = sum(chains.backward(*each, None)[-1] for each in arguments)
+    backwards: Any = [chains.backward(*each, lambda sums: sums.copy_(total)) for each in arguments]
+
+    layer = iternorm.IterNorm2d(channels, group_size=size, num_iters=2, activation="relu", impl="torch").double()
+    with torch.no_grad():
+        layer.get_parameter("weight").copy_(weight)
+        layer.get_parameter("bias").copy_(bias)
+    whole = x.double().requires_grad_()
+    expected = layer(whole)
+    expected.backward(grad.double())
+    # fp32 against fp64; sums of gradients over 80 samples are the largest numbers.
+    close: Any = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(torch.cat([y for y, *_ in forwards]).double(), expected.detach(), **close)
+    torch.testing.assert_close(torch.cat([dx for dx, *_ in backwards]).double(), whole.grad, **close)
+    for i, parameter in enumerate(layer.parameters()):
+        own = sum(each[1 + i].double() for each in backwards)
+        torch.testing.assert_close(own, parameter.grad, **close)
 
 
 RARE = [pytest.param(layout, marks=pytest.mark.rare) for layout in ("planes", "wide")]

@@ -27,12 +27,9 @@ class Exchange:
         self._layout, self._ranks, self._counts, self._device = layout, ranks, counts, device
         # The numbers that are sent backward; forward a count comes first.
         self.sums = layout.channels + layout.num_groups * layout.group_size**2
-        half, vector = layout.num_groups * layout.padded**2, -(-layout.channels // 4) * 4
-        # Two vectors in a workspace, the summed gradient and a gradient of the weight that nobody wants.
-        self.vectors = 2 * vector
-        # Where the parts of a backward's workspace begin, each at 16 bytes, after the matrix for the kernels: B, the
-        # vectors, the rest.
-        self.offsets = (half, 2 * half, 2 * half + vector, 2 * half + 2 * vector)
+        # Two vectors at the end of a backward's workspace, the summed gradient and a gradient of the weight that nobody
+        # wants. Each begins at 16 bytes.
+        self.vectors = 2 * (-(-layout.channels // 4) * 4)
 
     @property
     def makers(self) -> dict[str, Callable[[], Launch]]:

@@ -226,17 +226,17 @@ def backward(
     learns = plan.key.weight is not None or plan.key.bias is not None
     learned = x.new_empty(plan.learned_parts, 2, x.shape[1], dtype=torch.float32) if learns else None
     dx = torch.empty_like(x) if needs_input else None
-    work = plan.workspace(x, "cross_moments")
-    stream, given = given_to(x.device, x, grad, output, state, dx, weight, learned)
-    source, gradient, positive, saved, target, scale, sums = given
-    # The first part of the workspace is for the reduced matrix, then for the sums, the rest for the partials.
+    total = x.new_empty(plan.layout.channels, dtype=torch.float32)
+    stream, given = given_to(x.device, x, grad, output, state, dx, weight, learned, total)
+    source, gradient, positive, saved, target, scale, sums, grad_sum = given
+    cross: Any = plan.workspace(x, "cross_moments")
+    # The first part of the workspace is for the reduced matrix, the rest for the partials.
     half = plan.layout.num_groups * plan.layout.padded**2
-    cross: Any = work
     if stream is not None:
-        cross = work.data_ptr()
-        absent, grad_sum, partials = 0, cross + 4 * half, cross + 8 * half
+        cross = cross.data_ptr()
+        absent, partials = 0, cross + 4 * half
     else:
-        absent, grad_sum, partials = None, cross[half:], cross[2 * half :]
+        absent, partials = None, cross[half:]
     mean, _, _, covariance, whitening, iterates = parts_of(saved, plan)
     names = ("cross_moments",)
     arguments = ((gradient, source, positive, mean, whitening, scale, sums, partials),)

@@ -12,15 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
+from iternorm.backends.triton import tiling
 from iternorm.backends.triton.device.iterate import iterate, iterate_backward, wide_weight_gradient
 from iternorm.backends.triton.device.running import Average, blend
 from iternorm.backends.triton.device.steps import Matrices
-from iternorm.backends.triton.layout import slots_of
 from iternorm.backends.triton.precision import is_watched, matrix_precision, split_for
 from iternorm.backends.triton.runtime import Launch, Launches, given_to, on_device
-
-# Tiles of 32x32, so that there are enough to fill a GPU: 14 launches at N = 512 took 70 us, with 64x64 173 (H200).
-SIDE, STAGES = 32, 3
 
 Call = tuple[str, tuple]
 
@@ -68,49 +65,46 @@ class Iteration:
         weight: torch.dtype | None = None,
         running: RunningKey | None = None,
     ):
-        across = -(-stride // SIDE)
+        blocks = tiling.blocks_for(stride, precision, False)
+        across = -(-stride // blocks.side)
         self._tiles = across * across
         # Every array of matrices begins at 16 bytes.
         self._step = -(-count * stride * stride // 4) * 4
         self._count, self._size, self._channels = count, size, channels
         self._num_iters, self._device = num_iters, device
         self._weight, self._running = weight, running
-        # On an H200 2 were faster for N = 512 (148 us backward against 191), 4 as fast or faster for 256 and 128.
-        self._warps = 2 if stride >= 512 else 4
+        self._watched = is_watched(num_iters)
+        self._warps = blocks.warps
         self._matrices = Matrices(
             N=stride,
             D=size,
             PADDED=int(triton.next_power_of_2(stride)),
-            SIDE=SIDE,
+            SIDE=blocks.side,
             TILES=self._tiles,
-            EVEN=stride % SIDE == 0,
+            PAIRS=across * (across + 1) // 2,
+            EVEN=stride % blocks.side == 0,
             STEPS=min(num_iters, 2),
-            DEPTH=64 if stride % 64 == 0 else 32,
-            STAGES=STAGES,
+            DEPTH=blocks.depth,
+            STAGES=blocks.stages,
             PRECISION=precision,
         )
 
     @property
-    def saved(self) -> int:
-        """The elements of fp32 that `forward` leaves for `backward`."""
-        return slots_of(self._num_iters) * self._step
-
-    @property
     def forward_work(self) -> int:
-        """Those that `forward` wants for itself."""
-        return 2 * self._step + self._count
+        """The elements of fp32 that `forward` wants for itself: two R, two Z, S, and a third R where it is watched."""
+        return (5 + self._watched) * self._step + self._count
 
     @property
     def backward_work(self) -> int:
-        """Those that `backward` wants for itself, more than `forward`."""
-        return 5 * self._step + self._count * self._tiles
+        """Those that `backward` wants for itself: derivatives too, and what each tile adds to the trace's gradient."""
+        return (10 + self._watched) * self._step + self._count * (self._tiles + 1)
 
-    def forward(self, covariance, whitening, saved, work, counter, eps: float) -> Call:
+    def forward(self, covariance, whitening, work, counter, eps: float) -> Call:
         """The whitening matrices ``[G, D, D]`` of covariances ``[G, N, N]`` without eps.
 
-        `saved` takes what the backward wants: R_0..R_{T-1} and Z_1..Z_{T-1}. The programs meet at `counter`, a zero.
+        The programs meet at `counter`, a zero.
         """
-        return "iterate", (covariance, saved, work, whitening, counter, eps)
+        return "iterate", (covariance, work, whitening, counter, eps)
 
     def blend(self, covariance, whitening, mean, variance, buffers: tuple, counter, batches, momentum: float) -> Call:
         """The update of running mean and matrix, the `buffers`, and of the `counter`, of which `batches` is a copy."""
@@ -123,7 +117,6 @@ class Iteration:
         gradient,
         covariance,
         whitening,
-        saved,
         weight,
         grad_weight,
         work,
@@ -132,8 +125,11 @@ class Iteration:
         eps: float,
         factor: float,
     ) -> Call:
-        """The symmetric gradient for the covariance, times a factor, given that for diag(γ) W ``[G, N, N]``; d(γ)."""
-        matrices = (gradient, covariance, whitening, weight, grad_weight, saved, work, result)
+        """The symmetric gradient for the covariance, times a factor, given that for diag(γ) W ``[G, N, N]``; d(γ).
+
+        The gradient may be the first matrix of `work`, and the result the second.
+        """
+        matrices = (gradient, covariance, whitening, weight, grad_weight, work, result)
         return "iterate_backward", (*matrices, counter, eps, factor)
 
     def weight_gradient(self, gradient, covariance, whitening, weight, grad_weight, work, eps: float) -> Call:
@@ -151,26 +147,24 @@ class Iteration:
         }
 
     def _iterate(self) -> Launch:
-        pointers = (*(torch.float32,) * 4, torch.int32)
-        return self._meeting(iterate, pointers, 1, MATRICES=self._matrices)
+        pointers = (*(torch.float32,) * 3, torch.int32)
+        return self._meeting(iterate, 2, self._warps, pointers, 1, MATRICES=self._matrices)
 
     def _iterate_backward(self) -> Launch:
-        pointers = (*self._gradients, *(torch.float32,) * 3, torch.int32)
-        narrow = self._matrices
-        if narrow.PRECISION == "tf32x3" and self._warps == 2:
-            # At a depth of 64 two warps run out of registers (seen in the compiler's report, not timed).
-            narrow = narrow._replace(DEPTH=32)
+        pointers = (*self._gradients, *(torch.float32,) * 2, torch.int32)
+        blocks = tiling.blocks_for(self._matrices.N, self._matrices.PRECISION, True)
+        matrices = self._matrices._replace(DEPTH=blocks.depth, STAGES=blocks.stages)
         together = min(triton.next_power_of_2(self._tiles), 1024)
-        constants = {"NARROW": narrow, "AFFINE": self._weight is not None, "TOGETHER": together}
-        return self._meeting(iterate_backward, pointers, 2, MATRICES=self._matrices, **constants)
+        constants = {"AFFINE": self._weight is not None, "TOGETHER": together}
+        return self._meeting(iterate_backward, 4, blocks.warps, pointers, 2, MATRICES=matrices, **constants)
 
-    def _meeting(self, kernel, pointers: tuple, num_floats: int, **constants: Any) -> Launch:
-        """A launch whose programs meet. Where two products are done side by side there is work for twice the tiles."""
-        grid, integers = (2 * self._tiles * self._count, 1), (self._channels, self._count)
-        constants |= {"T": self._num_iters, "STRIDE": self._step, "WATCHED": is_watched(self._num_iters)}
+    def _meeting(self, kernel, steps: int, warps: int, pointers: tuple, num_floats: int, **constants: Any) -> Launch:
+        """A launch whose programs meet: as many as have work where so many steps are done side by side."""
+        grid, integers = (steps * self._matrices.PAIRS * self._count, 1), (self._channels, self._count)
+        constants |= {"T": self._num_iters, "STRIDE": self._step, "WATCHED": self._watched}
         floats = (0.5,) * num_floats
         return Launch(
-            kernel, grid, pointers, floats, integers, (0,), constants, self._warps, self._device, False, True
+            kernel, grid, pointers, floats, integers, (0,), constants, warps, self._device, False, True
         )  # fmt: skip
 
     def _weight_gradient(self) -> Launch:
@@ -191,15 +185,15 @@ class Iteration:
         assert self._running is not None
         fp32, size, running = torch.float32, self._size, self._running
         counters = (torch.int64 if running.counted else None,) * 2
-        stride = self._matrices.N if running.is_covariance else size
+        stride, side = self._matrices.N if running.is_covariance else size, self._matrices.SIDE
         return Launch(
             blend,
-            ((-(-size // SIDE)) ** 2, self._count),
+            ((-(-size // side)) ** 2, self._count),
             (fp32, fp32, fp32, running.mean, running.matrix, *counters),
             (0.1,),
             (self._channels,),
             (0,),
-            {"N": stride, "D": size, "SIDE": SIDE, "AVERAGE": running.average},
+            {"N": stride, "D": size, "SIDE": side, "AVERAGE": running.average},
             self._warps,
             self._device,
         )
@@ -211,24 +205,23 @@ def meeting_place(x: Tensor) -> Tensor:
 
 
 def solve(covariance: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
-    """The whitening matrices of covariances ``[G, N, N]`` with eps, and what the backward needs."""
+    """The whitening matrices of covariances ``[G, N, N]`` with eps, and what the backward needs beside: nothing."""
     count, size, _ = covariance.shape
     chain = _chain_for(count, size, num_iters, covariance.device, matrix_precision(split_for(torch.float32), num_iters))
     covariance = covariance.contiguous()
     whitening = torch.empty_like(covariance)
-    saved = covariance.new_empty(chain.iteration.saved)
     work = covariance.new_empty(chain.iteration.forward_work)
-    chain.run(chain.iteration.forward, (covariance, whitening, saved, work, meeting_place(covariance)), (0.0,))
-    return whitening, saved
+    chain.run(chain.iteration.forward, (covariance, whitening, work, meeting_place(covariance)), (0.0,))
+    return whitening, covariance.new_empty(0)
 
 
-def solve_backward(grad: Tensor, covariance: Tensor, whitening: Tensor, saved: Tensor, num_iters: int) -> Tensor:
+def solve_backward(grad: Tensor, covariance: Tensor, whitening: Tensor, _saved: Tensor, num_iters: int) -> Tensor:
     """The symmetric gradient for the covariance, given the gradient for the whitening matrix (math.md, Eq. 10-12)."""
     count, size, _ = covariance.shape
     chain = _chain_for(count, size, num_iters, covariance.device, matrix_precision(split_for(torch.float32), num_iters))
     result = covariance.new_empty(count, size, size)
     work = covariance.new_empty(chain.iteration.backward_work)
-    given = (grad.contiguous(), covariance.contiguous(), whitening.contiguous(), saved)
+    given = (grad.contiguous(), covariance.contiguous(), whitening.contiguous())
     tensors = (*given, None, None, work, result, meeting_place(covariance))
     chain.run(chain.iteration.backward, tensors, (0.0, 1.0))
     return result

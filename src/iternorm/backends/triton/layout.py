@@ -113,7 +113,7 @@ class State(NamedTuple):
     batches: int  # two int64: a copy of the counter of batches, and of a synchronized layer all ranks' samples
     covariance: int  # [G, BD, BD], without eps
     whitening: int  # [G, d, d]
-    # [G, 2 T - 1, parts, BD, BD] of 16 bits, see `NewtonSplit`; of groups above 64 channels [2 T - 1, G, BD, BD].
+    # [G, 2 T - 1, parts, BD, BD] of 16 bits, see `NewtonSplit`; none of groups above 64 channels.
     iterates: int
     size: int
     even: bool  # all of it is written by the kernels: no part ends before the next begins
@@ -124,8 +124,8 @@ def state_of(channels: int, group_size: int, num_iters: int, kept_parts: int) ->
     size = groups.effective_size(channels, group_size)
     padded = padded_size(size)
     count = groups.num_groups(channels, group_size)
-    kept = slots_of(num_iters) * padded**2
-    if padded <= LARGEST_NEWTON and kept_parts:
+    kept = slots_of(num_iters) * padded**2 if padded <= LARGEST_NEWTON else 0
+    if kept_parts:
         # Of two bytes each.
         kept = kept * kept_parts // 2
     # Two int64.

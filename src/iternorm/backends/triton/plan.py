@@ -372,7 +372,7 @@ class Plan:
         return self.newton_split.dtype if self.iteration is None else torch.float32
 
     def workspace(self, x: Tensor, name: str) -> Tensor:
-        """Room for two matrices a group, and for the partial sums of all programs and later the iteration's own.
+        """Room for the partial sums of all programs, backward behind what they are reduced to; later for the iteration.
 
         A buffer that was kept for the next call would lie in the memory pool of the graph that this one may be
         captured in, which belongs to the graph alone.
@@ -380,12 +380,13 @@ class Plan:
         size = self._sizes.get(name)
         if size is None:
             padded, count = self.layout.padded, self.layout.num_groups
-            size = self._shares_of(name) * (padded + 2) * count * padded
+            backward = name == "cross_moments"
+            size = (self._shares_of(name) * (padded + 2) + backward * padded) * count * padded
             if self.iteration is not None:
-                size = max(size, self.iteration.backward_work)
-            if self.exchange is not None:
-                size += self.exchange.vectors
-            size = self._sizes[name] = size + 2 * padded * count * padded
+                size = max(size, self.iteration.backward_work if backward else self.iteration.forward_work)
+            if backward and self.exchange is not None:
+                size = -(-size // 4) * 4 + self.exchange.vectors
+            self._sizes[name] = size
         return x.new_empty(size, dtype=torch.float32)
 
     def _samples_of(self, name: str) -> int:

@@ -152,10 +152,10 @@ def whitening_calls(plan: Plan, activations, batch, learned, work, eps, momentum
     rate = 0.0 if momentum is None else momentum
     if plan.iteration is None:
         return ("whiten",), ((*activations, *batch, *learned, eps, rate),)
-    covariance, batch_mean, variance, whitening, iterates = batch
+    covariance, batch_mean, variance, whitening, _ = batch
     scale, shift, mean, matrix, counter, batches = learned
     room, place = work
-    calls = [plan.iteration.forward(covariance, whitening, iterates, room, place, eps)]
+    calls = [plan.iteration.forward(covariance, whitening, room, place, eps)]
     if plan.key.running is not None:
         moments = (covariance, whitening, batch_mean, variance)
         calls.append(plan.iteration.blend(*moments, (mean, matrix), counter, batches, rate))
@@ -183,13 +183,13 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, 
     stream, given = given_to(x.device, x, grad, output, state, dx, weight, grad_weight, grad_bias, more, passed)
     source, gradient, positive, saved, target, scale, scale_gradient, grad_sum, second_gradient, kept = given
     cross: Any = plan.workspace(x, "cross_moments")
-    # The first part of the workspace is for the reduced matrix and for B, the rest for the partials.
+    # The first part of the workspace is for the reduced matrix, the rest for the partials. The iteration has all of it.
     half = layout.num_groups * layout.padded**2
     if stream is not None:
         cross = cross.data_ptr()
-        absent, second, partials = 0, cross + 4 * half, cross + 8 * half
+        absent, partials = 0, cross + 4 * half
     else:
-        absent, second, partials = None, cross[half:], cross[2 * half :]
+        absent, partials = None, cross[half:]
     mean, _, _, covariance, whitening, iterates = parts_of(saved, plan)
     names = ("cross_moments", "cross_reduce")
     first = (gradient, source, positive, second_gradient, kept, mean, partials)
@@ -201,7 +201,7 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, 
         activations,
         (cross, covariance, mean, whitening, iterates, grad_sum),
         (scale, scale_gradient),
-        (partials, second, place if stream is None or place is None else place.data_ptr()),
+        (partials, place if stream is None or place is None else place.data_ptr()),
         eps,
         needs_input,
     )
@@ -219,25 +219,25 @@ def gradient_calls(plan: Plan, activations, batch, learned, work, eps, needs_inp
         activations: the gradient, x, the output or what is absent of it, and the gradient of x.
         batch: its cross moments, covariance, mean, whitening, iterates and summed gradient.
         learned: the weight and its gradient.
-        work: memory for the iteration of groups above 64 channels, for B, and where programs of the iteration meet.
+        work: memory after the cross moments, which with them is that of the iteration of groups above 64 channels, and
+            where its programs meet.
         eps: added to the diagonal of the covariance.
         needs_input: whether the gradient of x is asked for, or the weight's alone.
     """
-    cross, covariance, mean, whitening, iterates, grad_sum = batch
+    cross, covariance, _, whitening, _, _ = batch
     scale, scale_gradient = learned
     if plan.iteration is None:
         if needs_input:
             return ("whiten_backward",), ((*activations, *batch, *learned, eps),)
         weighted = plan.key.weight is not None
         return (("weight_gradient",), ((cross, whitening, scale_gradient),)) if weighted else ((), ())
-    room, second, place = work
-    matrices = (cross, covariance, whitening)
+    second, place = work
+    matrices = (cross, covariance, whitening, scale, scale_gradient)
     if not needs_input:
-        name, values = plan.iteration.weight_gradient(*matrices, scale, scale_gradient, room, eps)
+        name, values = plan.iteration.weight_gradient(*matrices, cross, eps)
         return (name,), (values,)
-    work = (iterates, scale, scale_gradient, room, second, place)
-    name, values = plan.iteration.backward(*matrices, *work, eps, 2 / plan.layout.samples)
-    applied = (*activations, whitening, second, mean, grad_sum, scale)
+    name, values = plan.iteration.backward(*matrices, cross, second, place, eps, 2 / plan.layout.samples)
+    applied = (*activations, whitening, second, batch[2], batch[5], scale)
     return (name, "apply_backward"), (values, applied)
 
 

@@ -41,7 +41,7 @@ def _run_moments(plan: Plan, stream, sent: Tensor, source, partials, target) -> 
 
 def forward(
     x, weight, bias, residual, group_size, num_iters, eps, running, exact, relu, ranks: int,
-    gather: Callable[[Tensor, Tensor], None] | None, gathered: Any = None, zeroed=False,
+    gather: Callable[[Tensor, Tensor], object] | None, gathered: Any = None, zeroed=False,
 ) -> tuple[Tensor, Tensor, Plan]:  # fmt: skip
     """`run.forward` over so many ranks.
 
@@ -91,7 +91,7 @@ def forward(
 
 def backward(
     grad, x, weight, state, plan: Plan, eps, output,
-    reduce: Callable[[Tensor], None] | None, total: Tensor | None = None,
+    reduce: Callable[[Tensor], object] | None, total: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """What `run.backward` returns, those of weight and bias this rank's own part, and the sums that are exchanged.
 
@@ -119,12 +119,14 @@ def backward(
     stream, given = given_to(x.device, *tensors)
     gradient, source, positive, kept, saved, sent, own_sum, scale_gradient, target, scale, work, met = given
     absent: Any = None
-    second, grad_sum, unwanted, room = exchange.offsets
+    # After the matrix for the kernels, and at the end of the workspace.
+    room, unwanted = plan.layout.num_groups * plan.layout.padded**2, workspace.numel() - exchange.vectors // 2
+    grad_sum = workspace.numel() - exchange.vectors
     if stream is not None:
         absent = 0
-        second, grad_sum, unwanted, room = work + 4 * second, work + 4 * grad_sum, work + 4 * unwanted, work + 4 * room
+        room, grad_sum, unwanted = work + 4 * room, work + 4 * grad_sum, work + 4 * unwanted
     else:
-        second, grad_sum, unwanted, room = work[second:], work[grad_sum:], work[unwanted:], work[room:]
+        room, grad_sum, unwanted = work[room:], work[grad_sum:], work[unwanted:]
     mean, _, batches, covariance, whitening, iterates = parts_of(saved, plan)
     if total is None:
         names, arguments = ("cross_moments", "cross_reduce"), (gradient, source, positive, absent, kept, mean, room)
@@ -142,7 +144,7 @@ def backward(
             (gradient, source, positive, target) if passed is None else (kept, source, absent, target),
             (work, covariance, mean, whitening, iterates, grad_sum),
             (scale, scale if weight is None else unwanted),
-            (room, second, met),
+            (room, met),
             eps,
             True,
         )

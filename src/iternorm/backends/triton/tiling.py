@@ -117,6 +117,28 @@ HOPPER = {
 }
 
 
+class Blocks(NamedTuple):
+    """How the iteration above 64 channels multiplies."""
+
+    side: int  # of a tile of the result
+    depth: int  # of the blocks that a product goes through
+    stages: int
+    warps: int
+
+
+def blocks_for(size: int, precision: str, backward: bool) -> Blocks:
+    """The blocks for matrices of so many rows; forward and backward have tiles of the same side.
+
+    Timed on an H200 when products had all their tiles, not since. Tiles of 32x32, so that there are enough for a GPU:
+    14 products at 512 rows took 70 us, with 64x64 173. Two warps were faster for 512 rows (148 us backward against 191
+    with four), four as fast or faster for 256 and 128. benchmarks/tune_iteration.py times others.
+    """
+    warps = 2 if size >= 512 else 4
+    # At a depth of 64 two warps run out of registers (seen in the compiler's report, not timed).
+    narrow = size % 64 != 0 or (backward and precision == "tf32x3" and warps == 2)
+    return Blocks(side=32, depth=32 if narrow else 64, stages=3, warps=warps)
+
+
 def block_of(kernel: str, layout: Layout) -> int:
     """The channels of a block of a wide group."""
     return 2 * BLOCK if kernel == "cross_moments" and layout.padded % (2 * BLOCK) == 0 else BLOCK

@@ -14,6 +14,7 @@ from iternorm.backends.triton.device.steps import (
     load_block,
     load_matrix,
     load_transposed,
+    pair_at,
     place_of,
     store_matrix,
     store_whitening,
@@ -34,26 +35,33 @@ def size_of(group, C, MATRICES: tl.constexpr):
 
 
 @triton.jit
+def normalized(covariance_ptr, rows, columns, trace, eps, identity, MATRICES: tl.constexpr):
+    """A tile of R_0 = Σ / tr Σ."""
+    return (load_matrix(covariance_ptr, rows, columns, MATRICES) + eps * identity) / trace
+
+
+@triton.jit
 def start(
     covariance_ptr,
     residual_ptr,
-    scale_ptr,
     out_ptr,
+    scale_ptr,
     eps,
     C,
     tile,
     group,
     MATRICES: tl.constexpr,
 ):
-    """R_0 = Σ / tr Σ, Z_1 = (3 I - R_0)/2 and tr(Σ)^-1/2; for less than two `STEPS` only the whitening matrix."""
+    """R_0, Z_1 = (3 I - R_0)/2 and tr(Σ)^-1/2; for less than two `STEPS` only the whitening matrix."""
     size = size_of(group, C, MATRICES)
     rows, columns, matrix = place_of(tile, group, MATRICES)
     covariance_ptr += matrix
     trace = trace_of(covariance_ptr, size, eps, MATRICES)
-    iterate = identity_of(rows, columns, size)
+    identity = identity_of(rows, columns, size)
+    iterate = identity
     if MATRICES.STEPS > 0:
-        residual = (load_matrix(covariance_ptr, rows, columns, MATRICES) + eps * iterate) / trace
-        iterate = 1.5 * iterate - 0.5 * residual
+        residual = normalized(covariance_ptr, rows, columns, trace, eps, identity, MATRICES)
+        iterate = 1.5 * identity - 0.5 * residual
     if MATRICES.STEPS > 1:
         store_matrix(residual_ptr + matrix, rows, columns, residual, MATRICES)
         store_matrix(out_ptr + matrix, rows, columns, iterate, MATRICES)
@@ -111,9 +119,22 @@ def prepare(
         if MATRICES.STEPS > 1:
             store_matrix(d_residual_ptr + matrix, rows, columns, d_residual, MATRICES)
         else:
-            covariance = load_matrix(covariance_ptr, rows, columns, MATRICES) + eps * identity_of(rows, columns, size)
-            through_trace += total(-0.5 * d_residual * (covariance / trace))
+            residual = normalized(covariance_ptr, rows, columns, trace, eps, identity_of(rows, columns, size), MATRICES)
+            through_trace += total(-0.5 * d_residual * residual)
     tl.store(sums_ptr + group * MATRICES.TILES + tile, through_trace)
+
+
+@triton.jit
+def finish_trace(covariance_ptr, sums_ptr, d_iterate, eps, C, pair, group, MATRICES: tl.constexpr):
+    """Add <dZ_T, R_0> of a tile, and of its mirror image, to what the tile adds to the gradient of the trace."""
+    size = size_of(group, C, MATRICES)
+    rows, columns, row, column = pair_at(pair, MATRICES)
+    covariance_ptr += group * MATRICES.N * MATRICES.N
+    trace = trace_of(covariance_ptr, size, eps, MATRICES)
+    residual = normalized(covariance_ptr, rows, columns, trace, eps, identity_of(rows, columns, size), MATRICES)
+    place = sums_ptr + group * MATRICES.TILES + row * tl.cdiv(MATRICES.N, MATRICES.SIDE) + column
+    times = tl.where(row == column, 1.0, 2.0)
+    tl.store(place, tl.load(place) + times * total(d_iterate * residual))
 
 
 @triton.jit

@@ -3,7 +3,9 @@
 The same form as in `newton`. What follows a product in the iteration (a factor, a matrix to add) is done in passing.
 `ends` is what comes before and after the products, and `iterate` has the kernels that put them together.
 
-Matrices are ``[G, N, N]``, contiguous, fp32, and zero beyond the group. Whitening matrices are ``[G, D, D]``.
+Matrices are ``[G, N, N]``, contiguous, fp32, and zero beyond the group. Whitening matrices are ``[G, D, D]``. All
+matrices of the iteration are polynomials of one symmetric matrix, or derivatives of such, so every result of a step is
+symmetric: a program computes a tile on or below the diagonal and stores it twice.
 """
 
 # A checker takes the language of the kernels for Python.
@@ -22,6 +24,7 @@ class Matrices(NamedTuple):
     PADDED: int  # N, rounded up to a power of two
     SIDE: int  # of a tile
     TILES: int  # of a matrix
+    PAIRS: int  # of its tiles, those that lie on or below the diagonal
     EVEN: bool  # tiles fill the matrix: none is masked
     STEPS: int  # of the iteration; 2 stands for all above
     DEPTH: int  # of the blocks that a product goes through
@@ -94,6 +97,16 @@ def place_of(tile, group, MATRICES: tl.constexpr):
 
 
 @triton.jit
+def pair_at(pair, MATRICES: tl.constexpr):
+    """Rows and columns of a tile on or below the diagonal, and its row and its column of tiles."""
+    # The row whose first tile is the k (k + 1) / 2 -th; a hundredth more than rounding could take away.
+    row = (0.5 * tl.sqrt(8.0 * tl.cast(pair, tl.float32) + 1.0) - 0.49).to(tl.int32)
+    column = pair - row * (row + 1) // 2
+    side = tl.arange(0, MATRICES.SIDE)
+    return row * MATRICES.SIDE + side, column * MATRICES.SIDE + side, row, column
+
+
+@triton.jit
 def trace_of(ptr, size, eps, MATRICES: tl.constexpr):
     """tr(Σ + eps I) of a group."""
     i = tl.arange(0, MATRICES.PADDED)
@@ -102,54 +115,49 @@ def trace_of(ptr, size, eps, MATRICES: tl.constexpr):
 
 
 @triton.jit
-def add_product(a_ptr, b_ptr, matrix, rows, depth, columns, acc, MATRICES: tl.constexpr):
-    """acc + A B for a block of their common depth; A and B begin at `matrix`."""
-    left = load_matrix(a_ptr + matrix, rows, depth, MATRICES)
-    right = load_matrix(b_ptr + matrix, depth, columns, MATRICES)
-    return tl.dot(left, right, acc, input_precision=MATRICES.PRECISION)
-
-
-@triton.jit
-def add_products(a_ptr, b_ptr, tile, group, acc, MATRICES: tl.constexpr):
+def add_products(a_ptr, b_ptr, rows, columns, acc, MATRICES: tl.constexpr):
     """A tile of acc + A B."""
-    rows, columns, matrix = place_of(tile, group, MATRICES)
     for begin in tl.range(0, MATRICES.N, MATRICES.DEPTH, num_stages=MATRICES.STAGES):
         depth = begin + tl.arange(0, MATRICES.DEPTH)
-        acc = add_product(a_ptr, b_ptr, matrix, rows, depth, columns, acc, MATRICES)
+        left = load_matrix(a_ptr, rows, depth, MATRICES)
+        right = load_matrix(b_ptr, depth, columns, MATRICES)
+        acc = tl.dot(left, right, acc, input_precision=MATRICES.PRECISION)
     return acc
 
 
 @triton.jit
-def empty_tile(MATRICES: tl.constexpr):
+def combined(
+    a_ptr, b_ptr, e_ptr, alpha, gamma, pair, shift,
+    MATRICES: tl.constexpr, DERIVED: tl.constexpr, WATCHED: tl.constexpr,
+):  # fmt: skip
+    """Rows and columns of a tile on or below the diagonal, and that of alpha A B + gamma E.
+
+    `DERIVED` asks for its derivative, alpha (dA B + A dB) + gamma dE; that of a matrix lies `shift` behind it. With
+    `WATCHED`, B is an R, and where that has stopped the result is E.
+    """
     SIDE: tl.constexpr = MATRICES.SIDE
-    return tl.zeros([SIDE, SIDE], dtype=tl.float32)
-
-
-@triton.jit
-def multiply(a_ptr, b_ptr, out_ptr, tile, group, MATRICES: tl.constexpr):
-    """A B."""
-    rows, columns, matrix = place_of(tile, group, MATRICES)
-    acc = add_products(a_ptr, b_ptr, tile, group, empty_tile(MATRICES), MATRICES)
-    store_matrix(out_ptr + matrix, rows, columns, acc, MATRICES)
-
-
-@triton.jit
-def step(a_ptr, b_ptr, e_ptr, out_ptr, alpha, gamma, tile, group, MATRICES: tl.constexpr, WATCHED: tl.constexpr):
-    """alpha A B + gamma E. `WATCHED`: B is an R, and where that has stopped the result is E."""
-    rows, columns, matrix = place_of(tile, group, MATRICES)
-    acc = add_products(a_ptr, b_ptr, tile, group, empty_tile(MATRICES), MATRICES)
-    acc = finished_step(acc, b_ptr + matrix, e_ptr + matrix, alpha, gamma, rows, columns, MATRICES, WATCHED)
-    store_matrix(out_ptr + matrix, rows, columns, acc, MATRICES)
-
-
-@triton.jit
-def finished_step(acc, residual_ptr, e_ptr, alpha, gamma, rows, columns, MATRICES: tl.constexpr, WATCHED: tl.constexpr):
-    """Alpha times a tile of a product + gamma E, or E where the R at `residual_ptr` has stopped."""
-    added = load_matrix(e_ptr, rows, columns, MATRICES)
+    rows, columns, row, column = pair_at(pair, MATRICES)
+    acc = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+    if DERIVED:
+        acc = add_products(a_ptr + shift, b_ptr, rows, columns, acc, MATRICES)
+        acc = add_products(a_ptr, b_ptr + shift, rows, columns, acc, MATRICES)
+        added = load_matrix(e_ptr + shift, rows, columns, MATRICES)
+    else:
+        acc = add_products(a_ptr, b_ptr, rows, columns, acc, MATRICES)
+        added = load_matrix(e_ptr, rows, columns, MATRICES)
+    if row == column:
+        acc = 0.5 * (acc + tl.trans(acc))
     acc = alpha * acc + gamma * added
     if WATCHED:
-        acc = tl.where(trace_of(residual_ptr, MATRICES.N, 0.0, MATRICES) < 0.5, added, acc)
-    return acc
+        acc = tl.where(trace_of(b_ptr, MATRICES.N, 0.0, MATRICES) < 0.5, added, acc)
+    return rows, columns, acc
+
+
+@triton.jit
+def store_symmetric(ptr, rows, columns, tile, MATRICES: tl.constexpr):
+    """Store a tile of a symmetric matrix and its transpose."""
+    store_matrix(ptr, rows, columns, tile, MATRICES)
+    store_matrix(ptr, columns, rows, tl.trans(tile), MATRICES)
 
 
 @triton.jit
@@ -160,30 +168,3 @@ def settle(following_ptr, residual_ptr, out_ptr, tile, group, MATRICES: tl.const
     stopped = level < tl.maximum(trace_of(residual_ptr + matrix, MATRICES.N, 0.0, MATRICES) - 0.5, 0.5)
     block = load_matrix(following_ptr + matrix, rows, columns, MATRICES)
     store_matrix(out_ptr + matrix, rows, columns, tl.where(stopped, 0.0, block), MATRICES)
-
-
-@triton.jit
-def differentiate(shared_ptr, residual_ptr, d_residual_ptr, out_ptr, tile, group, MATRICES: tl.constexpr):
-    """dR of the next step from S = dR R: 9/4 dR - 3/2 (S + Sᵀ) + 1/4 (S R + R (S + Sᵀ)), symmetric but for rounding."""
-    rows, columns, matrix = place_of(tile, group, MATRICES)
-    acc = empty_tile(MATRICES)
-    for begin in tl.range(0, MATRICES.N, MATRICES.DEPTH, num_stages=MATRICES.STAGES):
-        depth = begin + tl.arange(0, MATRICES.DEPTH)
-        acc = add_product(shared_ptr, residual_ptr, matrix, rows, depth, columns, acc, MATRICES)
-        left = load_matrix(residual_ptr + matrix, rows, depth, MATRICES)
-        right = load_matrix(shared_ptr + matrix, depth, columns, MATRICES)
-        right += load_transposed(shared_ptr + matrix, depth, columns, MATRICES)
-        acc = tl.dot(left, right, acc, input_precision=MATRICES.PRECISION)
-    both = load_matrix(shared_ptr + matrix, rows, columns, MATRICES)
-    both += load_transposed(shared_ptr + matrix, rows, columns, MATRICES)
-    acc = 0.25 * acc - 1.5 * both + 2.25 * load_matrix(d_residual_ptr + matrix, rows, columns, MATRICES)
-    store_matrix(out_ptr + matrix, rows, columns, acc, MATRICES)
-
-
-@triton.jit
-def symmetrize(matrix_ptr, out_ptr, tile, group, MATRICES: tl.constexpr):
-    """The symmetric part. What rounding leaves of the other part in dR grows 2.5 times a step where R = I."""
-    rows, columns, matrix = place_of(tile, group, MATRICES)
-    block = load_matrix(matrix_ptr + matrix, rows, columns, MATRICES)
-    block += load_transposed(matrix_ptr + matrix, rows, columns, MATRICES)
-    store_matrix(out_ptr + matrix, rows, columns, 0.5 * block, MATRICES)
