@@ -1,5 +1,6 @@
 """Ranks whose moments go from kernel to collective to kernel equal one process: in Triton's interpreter, over gloo."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -135,6 +136,9 @@ def test_operators_keep_their_contracts(layout):
     channels, size, steps = shape[1], min(shape[1], 4) if layout != "wide" else 130, 1 if layout == "wide" else 2
     weight, bias = torch.rand(channels), torch.randn(channels)
     check = torch.library.opcheck
+    if layout == "wide":
+        # What depends on the width of a group is the size of what an operator returns.
+        check = functools.partial(check, test_utils=("test_schema", "test_faketensor"))
     check(synchronized.moments_op, (x, size))
     sent = synchronized.moments_op(x, size)
     gathered = torch.cat([sent, sent])
