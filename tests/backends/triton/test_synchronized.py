@@ -7,7 +7,7 @@ import pytest
 import sync_kernels
 import sync_ranks
 import torch
-from sync_checks import SIZE, assert_equal_to_one_process, results_of, tolerance
+from sync_checks import SIZE, assert_equal_to_one_process, results_of, shared_results_of, tolerance
 
 import iternorm
 
@@ -25,7 +25,7 @@ from iternorm.whitening.settings import Settings
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return results_of("kernels", tmp_path_factory.mktemp("ranks"), 600)
+    return shared_results_of("kernels", tmp_path_factory, 600)
 
 
 def in_torch(case):
