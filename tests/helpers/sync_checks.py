@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,6 +52,24 @@ def results_of(scenario, folder, seconds=300):
             output, _ = process.communicate(timeout=seconds)
             assert process.returncode == 0, f"exit status {process.returncode}: {output}"
     return [loaded(folder, rank) for rank in range(SIZE)]
+
+
+def shared_results_of(scenario, temporary, seconds=300):
+    """`results_of` for all workers of a test run: the first that asks runs the ranks, the others wait for it."""
+    base = temporary.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"ranks of {scenario}"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        end = time.monotonic() + seconds
+        while not (folder / "ended").exists():
+            assert time.monotonic() < end, f"the worker that runs {folder} did not end"
+            time.sleep(0.2)
+        return [loaded(folder, rank) for rank in range(SIZE)]
+    try:
+        return results_of(scenario, folder, seconds)
+    finally:
+        (folder / "ended").touch()
 
 
 def tolerance(case):

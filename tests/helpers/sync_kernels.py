@@ -16,7 +16,9 @@ FP32 = torch.float32
 
 
 def case(counts, shape, mean=0.5, steps=2, layer="IterNorm", **words) -> Case:
-    return Case(counts, shape, FP32, {"impl": "triton", **words}, mean, steps, layer)
+    # Few steps of Newton: the interpreter is slow.
+    few = {"num_iters": 2} if layer == "IterNorm" else {}
+    return Case(counts, shape, FP32, {"impl": "triton", **few, **words}, mean, steps, layer)
 
 
 CASES = {
@@ -31,10 +33,10 @@ CASES = {
 }
 # Their matrices are large: minutes in the interpreter.
 LARGE = {
-    "above 64 channels": case((1, 0, 2), (70, 9, 9), steps=1, group_size=68, num_iters=2),
+    "above 64 channels": case((1, 0, 2), (70, 9, 9), steps=1, group_size=68, num_iters=1),
     "wide": case((1, 0, 1), (140, 9, 9), steps=1, group_size=130, num_iters=1),
 }
-COMPILED = ("ragged groups", "empty rank")
+COMPILED = ("empty rank",)
 
 
 def steps_of(cases: dict[str, Case], rank: int) -> dict:

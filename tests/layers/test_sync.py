@@ -8,7 +8,7 @@ import pytest
 import sync_ranks
 import torch
 import torch.distributed as dist
-from sync_checks import SIZE, assert_equal_to_one_process, loaded, results_of, running
+from sync_checks import SIZE, assert_equal_to_one_process, loaded, running, shared_results_of
 from sync_ranks import CASES
 from torch import nn
 
@@ -18,7 +18,7 @@ from iternorm.whitening.processes import collective
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return results_of("everything", tmp_path_factory.mktemp("ranks"))
+    return shared_results_of("everything", tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,5 +1,6 @@
 """Ranks whose moments go from kernel to collective to kernel equal one process: in Triton's interpreter, over gloo."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import sync_kernels
 import sync_ranks
 import torch
-from sync_checks import SIZE, assert_equal_to_one_process, results_of, tolerance
+from sync_checks import SIZE, assert_equal_to_one_process, results_of, shared_results_of, tolerance
 
 import iternorm
 
@@ -26,7 +27,7 @@ from iternorm.whitening.settings import Settings
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return results_of("kernels", tmp_path_factory.mktemp("ranks"), 600)
+    return shared_results_of("kernels", tmp_path_factory, 600)
 
 
 def in_torch(case):
@@ -176,6 +177,9 @@ def test_operators_keep_their_contracts(layout):
     channels, size, steps = shape[1], min(shape[1], 4) if layout != "wide" else 130, 1 if layout == "wide" else 2
     weight, bias = torch.rand(channels), torch.randn(channels)
     check = torch.library.opcheck
+    if layout == "wide":
+        # What depends on the width of a group is the size of what an operator returns.
+        check = functools.partial(check, test_utils=("test_schema", "test_faketensor"))
     check(synchronized.moments_op, (x, size))
     sent = synchronized.moments_op(x, size)
     gathered = torch.cat([sent, sent])

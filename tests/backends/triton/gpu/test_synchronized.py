@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import sync_kernels
 from checks import relative_error, state_of
 from gpu_checks import BUDGETS, activation
-from sync_checks import assert_equal_to_one_process, results_of
+from sync_checks import assert_equal_to_one_process, results_of, shared_results_of
 
 from iternorm import (
     DecorrelatedBatchNorm2d,
@@ -33,7 +33,7 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return results_of("kernels", tmp_path_factory.mktemp("ranks"))
+    return shared_results_of("kernels", tmp_path_factory)
 
 
 @pytest.fixture

@@ -273,7 +273,7 @@ def item_moments(
         total += x
         gram, mixed = own_products(x, gram, mixed, TILE)
     gram = summed_products(gram, mixed, TILE)
-    store_partials(workspace_ptr, gram, total, shift, program, group, num_programs, TILE, True)
+    store_partials(workspace_ptr, gram, total, shift, program, group, num_programs, TILE, True, False)
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])

@@ -119,7 +119,7 @@ def summed_products(gram, mixed, TILE: tl.constexpr):
 @triton.jit
 def store_partials(
     workspace_ptr, gram, total, shift, program, group, num_programs, TILE: tl.constexpr, SELF: tl.constexpr,
-    SUMMED: tl.constexpr = False,
+    SUMMED: tl.constexpr,
 ):  # fmt: skip
     """A program's part of the sums: all matrices come first, then all sums, then all shifts.
 
@@ -237,7 +237,7 @@ def partial_moments(
         )  # fmt: skip
     if SELF:
         gram = summed_products(gram, mixed, TILE)
-    store_partials(workspace_ptr, gram, total, shift, program, group, num_programs, TILE, SELF)
+    store_partials(workspace_ptr, gram, total, shift, program, group, num_programs, TILE, SELF, False)
 
 
 @triton.jit(do_not_specialize=["M", "num_programs", "samples_per_program"])
