@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # What needs more than torch, or only reads the repository.
 OTHERS = ("experiments", "analysis", "networks", "bench", "report", "backends/triton", "cli", "documents", "helpers")
-OTHERS += ("linalg/test_kernels*", "whitener/test_kernels*")
+OTHERS += ("linalg/test_kernels*", "whitener/test_kernels*", "layers/test_per_sample_kernels*")
 # What torch 2.6 says of itself: numpy is no dependency of torch, and is not installed.
 IGNORED = ("ignore:Failed to initialize NumPy", "ignore:Skipping serialization of skipfiles")
 # What torch.compile says of the first release of Python 3.13.

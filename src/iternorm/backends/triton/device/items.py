@@ -94,11 +94,18 @@ def tile_at(step, first_block, first_tile, tiles, C, L, TILE: tl.constexpr):
 
 
 @triton.jit
+def places_of(weights, block, valid, TILE: tl.constexpr):
+    """Where γ or β of a block of several channels are, ``[PACK, BC]``, and which of them there are."""
+    places = tl.arange(0, TILE.PACK)[:, None] + (weights + block * TILE.PACK)[None, :]
+    # What is always true gives the mask its shape.
+    return places, valid[None, :] & (places >= 0)
+
+
+@triton.jit
 def learned(ptr, weights, block, valid, TILE: tl.constexpr):
     """γ or β of a block, ``[BC]``, or ``[PACK, BC]`` of several channels, in fp32."""
     if TILE.PACK > 1:
-        places = tl.arange(0, TILE.PACK)[:, None] + (weights + block * TILE.PACK)[None, :]
-        there = valid[None, :] & (places >= 0)
+        places, there = places_of(weights, block, valid, TILE)
         vector = tl.load(ptr + places, mask=there, other=0.0).to(tl.float32)
     else:
         vector = tl.load(ptr + weights + block, mask=valid, other=0.0).to(tl.float32)
@@ -136,8 +143,8 @@ def over_positions(tile, TILE: tl.constexpr):
 def store_learned(ptr, weights, block, value, valid, TILE: tl.constexpr):
     """Write what `over_positions` returns to where the channels of a block have their places."""
     if TILE.PACK > 1:
-        places = tl.arange(0, TILE.PACK)[:, None] + (weights + block * TILE.PACK)[None, :]
-        tl.store(ptr + places, value, mask=valid[None, :] & (places >= 0))
+        places, there = places_of(weights, block, valid, TILE)
+        tl.store(ptr + places, value, mask=there)
     else:
         tl.store(ptr + weights + block, value, mask=valid)
 
