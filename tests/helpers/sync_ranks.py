@@ -13,6 +13,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import iternorm
+from iternorm.whitening.processes import collective
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,9 @@ def everything(rank: int, size: int) -> dict:
         results["compiled", name] = compiled(CASES[name], rank)
     case = CASES["ragged groups"]
     results["collectives"] = collectives(case, rank)
+    # As on a GPU, where gloo cannot gather.
+    with mock.patch.object(collective, "_sums", return_value=True):
+        results["gathered by a sum"] = run_steps(synchronized(case), own(case, rank))
 
     # Ranks 0 and 1 are one group, rank 2 is alone in another.
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])

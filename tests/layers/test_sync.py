@@ -60,6 +60,12 @@ def test_one_collective_forward_one_backward_none_in_eval(ranks):
     assert [rank["collectives"] for rank in ranks] == [expected] * SIZE
 
 
+def test_gathering_by_a_sum_is_the_same(ranks):
+    for rank in ranks:
+        by_sum, expected = rank["gathered by a sum"], rank["ragged groups"]
+        torch.testing.assert_close(by_sum, expected, rtol=0, atol=0)
+
+
 def test_disagreement_on_channels_is_an_error_on_every_rank(ranks):
     for rank in ranks:
         assert rank["disagree"].startswith("ValueError: the ranks of the process group disagree on the channel count")

@@ -26,6 +26,8 @@ class Group(NamedTuple):
 
     name: str
     size: int
+    # This rank's number if the group is of gloo, which has no all-gather that is safe on a GPU: see `_gathered`.
+    rank_in_gloo: int | None = None
 
 
 def merge_moments(counts: Tensor, means: Tensor, covariances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,8 +71,7 @@ def global_moments(num_samples: int, mean: Tensor, covariance: Tensor, group: Gr
 
 def gather_moments(packed: Tensor, group: Group) -> Tensor:
     """What all ranks send, the count first, one after the other."""
-    functional = torch.ops._c10d_functional
-    gathered = functional.wait_tensor(functional.all_gather_into_tensor(packed, group.size, group.name))
+    gathered = _gathered(packed, group)
     if not torch.compiler.is_compiling():
         _check_counts(gathered, group)
     return gathered
@@ -78,7 +79,10 @@ def gather_moments(packed: Tensor, group: Group) -> Tensor:
 
 def gather_moments_eagerly(gathered: Tensor, packed: Tensor, group: Group) -> None:
     """`gather_moments` where nothing records the call."""
-    getattr(dist, _ALL_GATHER)(gathered, packed, group=_found(group))
+    if _sums(packed, group):
+        gathered.copy_(_gathered(packed, group))
+    else:
+        getattr(dist, _ALL_GATHER)(gathered, packed, group=_found(group))
     _check_counts(gathered, group)
 
 
@@ -119,14 +123,29 @@ def _found(group: Group) -> dist.ProcessGroup:
 
 def gather_integers(values: tuple[int, ...], group: Group, device: torch.device) -> list[list[int]]:
     """The integers of every rank, in the order of ranks. Under `torch.compile`, run while the graph is made."""
-    return _gather_integers(values, group.name, group.size, device.type)
+    return _gather_integers(values, *group, device.type)
 
 
 @modes.constant_in_graphs
-def _gather_integers(values: tuple[int, ...], name: str, size: int, device: str) -> list[list[int]]:
-    own = torch.tensor(values, device=device)
+def _gather_integers(
+    values: tuple[int, ...], name: str, size: int, rank_in_gloo: int | None, device: str
+) -> list[list[int]]:
+    gathered = _gathered(torch.tensor(values, device=device), Group(name, size, rank_in_gloo))
+    return gathered.view(size, -1).tolist()
+
+
+def _gathered(values: Tensor, group: Group) -> Tensor:
+    """The vectors of all ranks, one after the other."""
     functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_gather_into_tensor(own, size, name)).view(size, -1).tolist()
+    if not _sums(values, group):
+        return functional.wait_tensor(functional.all_gather_into_tensor(values, group.size, group.name))
+    parts = [values if rank == group.rank_in_gloo else torch.zeros_like(values) for rank in range(group.size)]
+    return sum_over_ranks(torch.cat(parts), group)
+
+
+def _sums(values: Tensor, group: Group) -> bool:
+    """Whether a sum stands for the all-gather: gloo's crashes the process on a GPU (PyTorch's issue 152645)."""
+    return group.rank_in_gloo is not None and values.device.type != "cpu"
 
 
 def active_group(process_group: dist.ProcessGroup | None) -> Group | None:
@@ -155,4 +174,10 @@ _last: tuple[weakref.ref[dist.ProcessGroup], Group] | None = None
 
 def _described(group: dist.ProcessGroup) -> Group | None:
     size = dist.get_world_size(group)
-    return Group(group.group_name, size) if size > 1 else None
+    return Group(group.group_name, size, _rank_in_gloo(group.group_name)) if size > 1 else None
+
+
+@modes.constant_in_graphs
+def _rank_in_gloo(name: str) -> int | None:
+    group = dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+    return dist.get_rank(group) if dist.get_backend(group) == dist.Backend.GLOO else None
