@@ -93,6 +93,20 @@ def test_it_stops_where_the_solver_stops(solve, size, num_iters, poisoned_memory
             assert relative_error(actual[group], exact[group]) < 0.02
 
 
+def test_a_covariance_that_is_symmetric_up_to_rounding():
+    # As the sum of products in parts is. Above 64 channels the steps take matrices for symmetric.
+    size, rank = 64, 6
+    mixing = torch.randn(size, rank, dtype=torch.float64)
+    x = 30 * mixing @ torch.randn(rank, 500, dtype=torch.float64)
+    x = x - x.mean(1, keepdim=True)
+    covariance = x @ x.T / x.shape[1] + 1e-5 * torch.eye(size)
+    noise = 1e-8 * covariance.diagonal().max() * torch.randn(size, size, dtype=torch.float64)
+    whitening, _ = iteration.solve((covariance + noise - noise.T).float()[None], 24)
+    assert torch.equal(whitening, whitening.mT)
+    span = mixing @ torch.linalg.pinv(mixing)
+    assert relative_error(span @ whitening[0].double() @ x, span @ solvers.zca(covariance) @ x) < 0.001
+
+
 @pytest.mark.parametrize(("channels", "samples", "rank"), [(64, 48, 64), (16, 100, 3)])
 def test_dependent_channels(channels, samples, rank):
     x = 30 * torch.randn(samples, rank) @ torch.randn(rank, channels)

@@ -145,9 +145,10 @@ def combined(
     else:
         acc = add_products(a_ptr, b_ptr, rows, columns, acc, MATRICES)
         added = load_matrix(e_ptr, rows, columns, MATRICES)
-    if row == column:
-        acc = 0.5 * (acc + tl.trans(acc))
     acc = alpha * acc + gamma * added
+    if row == column:
+        # A covariance that was summed in parts is symmetric up to rounding, which many steps would enlarge.
+        acc = 0.5 * (acc + tl.trans(acc))
     if WATCHED:
         acc = tl.where(trace_of(b_ptr, MATRICES.N, 0.0, MATRICES) < 0.5, added, acc)
     return rows, columns, acc
