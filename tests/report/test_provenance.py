@@ -76,6 +76,9 @@ def test_commit_is_known_in_a_checkout_only_and_marked_when_dirty(tmp_path, monk
     assert provenance()["commit"] == clean
     copy.write_text("changed")
     assert provenance()["commit"] == clean + "-dirty"
+    # A copy of a tree may lie in a checkout of an older commit.
+    monkeypatch.setenv("ITERNORM_COMMIT", "abc123")
+    assert provenance()["commit"] == "abc123"
 
 
 def test_commit_is_none_without_git(monkeypatch):

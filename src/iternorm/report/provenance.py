@@ -18,9 +18,9 @@ def provenance(device: str = "cpu") -> dict:
         device: The device the computation ran on, as `torch.device` reads it. A CUDA device adds the GPU.
 
     Returns:
-        A dictionary that `json.dumps` takes: `machine`, `os`, `python`, `torch`, `iternorm`, `commit` (with ``-dirty``
-        where tracked files differ from it; where the source is not a checkout of the project, the environment variable
-        ``ITERNORM_COMMIT`` or None) and `time` (UTC).
+        A dictionary that `json.dumps` takes: `machine`, `os`, `python`, `torch`, `iternorm`, `commit` (what the
+        environment variable ``ITERNORM_COMMIT`` says; otherwise that of the checkout, with ``-dirty`` where tracked
+        files differ from it, or None) and `time` (UTC).
 
     Raises:
         ValueError: `device` is a CUDA device and this machine has none.
@@ -55,7 +55,7 @@ def provenance(device: str = "cpu") -> dict:
         "python": platform.python_version(),
         "torch": libraries,
         "iternorm": __version__,
-        "commit": _source_commit() or os.environ.get("ITERNORM_COMMIT") or None,
+        "commit": os.environ.get("ITERNORM_COMMIT") or _source_commit(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
