@@ -1,5 +1,8 @@
 """Whitener on the kernels' moments, in Triton's interpreter: the stream in fp32 against one shot in fp64."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -88,12 +91,46 @@ def test_samples_that_are_not_contiguous_are_read_right():
     torch.testing.assert_close(Whitener().fit(x.t().contiguous().t()).mean_, Whitener().fit(x).mean_)
 
 
+NEXT_CALLS = {
+    "partial_fit": lambda whitener, x: whitener.partial_fit(x),
+    "transform": lambda whitener, x: whitener.transform(x),
+    "mean": lambda whitener, x: whitener.mean_,
+    "state": lambda whitener, x: whitener.state_dict(),
+    "merge": lambda whitener, x: Whitener().merge(whitener),
+    "copy": lambda whitener, x: copy.deepcopy(whitener),
+    "pickle": lambda whitener, x: pickle.dumps(whitener),
+}
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
-def test_a_batch_that_is_not_finite_changes_nothing(value):
+@pytest.mark.parametrize("call", NEXT_CALLS)
+def test_after_a_batch_that_is_not_finite_the_next_call_raises_and_nothing_has_changed(value, call):
+    x = correlated(60, 8, dtype=torch.float32)
+    whitener = Whitener().partial_fit(x)
+    before, bad = whitener.state_dict(), x.clone()
+    bad[7, 3] = value
+    whitener.partial_fit(bad)
+    with pytest.raises(ValueError, match="A batch that partial_fit was given contains NaN or infinity"):
+        NEXT_CALLS[call](whitener, x)
+    assert all(torch.equal(value, before[name]) for name, value in whitener.state_dict().items())
+    # Once said it is over.
+    assert whitener.partial_fit(x).n_samples_seen_ == 120
+
+
+def test_fit_of_samples_that_are_not_finite_raises_at_once():
     x = correlated(60, 8, dtype=torch.float32)
     whitener = Whitener().partial_fit(x)
     before = whitener.state_dict()
-    x[7, 3] = value
-    with pytest.raises(ValueError, match="NaN or infinity, or values whose squares overflow"):
-        whitener.partial_fit(x)
+    with pytest.raises(ValueError, match="Input X contains NaN or infinity"):
+        whitener.fit(torch.full_like(x, torch.nan))
     assert all(torch.equal(value, before[name]) for name, value in whitener.state_dict().items())
+
+
+def test_a_first_batch_that_is_not_finite_leaves_nothing_fitted():
+    x = correlated(60, 8, dtype=torch.float32)
+    whitener = Whitener().partial_fit(torch.full_like(x, torch.nan))
+    with pytest.raises(ValueError, match="A batch that partial_fit was given contains NaN"):
+        whitener.transform(x)
+    with pytest.raises(ValueError, match="not fitted yet"):
+        whitener.transform(x)
+    assert whitener.partial_fit(x).n_samples_seen_ == 60

@@ -61,6 +61,8 @@ class Whitener(Estimator):
 
     # An estimator has no attribute but its parameters before it is fitted.
     _moments: moments.Moments | None = None
+    # Of the last batch, where a GPU may still be at work on it: what says whether it is finite, and the moments before.
+    _unchecked: tuple[moments.Probe, moments.Moments | None] | None = None
     _matrices: tuple[options.Options, matrices.Matrices] | None = None
 
     def __init__(
@@ -90,24 +92,33 @@ class Whitener(Estimator):
             raise ValueError(f"X has 0 sample(s) (shape={tuple(samples.shape)}) while a minimum of 2 is required.")
         fitted = moments.of(samples.detach())
         solved = matrices.solve(fitted, checked)
-        self._moments, self._matrices = fitted, (checked, solved)
+        self._moments, self._unchecked, self._matrices = fitted, None, (checked, solved)
         return self
 
     def partial_fit(self: Self, X: Any, y: Any = None) -> Self:
-        """Fit a batch on top of those before; an empty one changes nothing."""
+        """Fit a batch on top of those before; an empty one changes nothing.
+
+        A batch on a GPU is not waited for: if it is not finite, the next call of any method raises, and what was fitted
+        before it has not changed.
+        """
         options.check(self.get_params())
         samples, _ = arrays.as_samples(X)
         if self._moments is not None:
-            self._check_features(samples)
+            self._check_features(samples, self._moments)
         if len(samples) == 0:
             return self
-        samples = samples.detach()
-        self._moments = moments.of(samples) if self._moments is None else moments.add(self._moments, samples)
-        self._matrices = None
+        before = self._moments
+        fitted, probe = moments.add(before, samples.detach())
+        # Of the batch before, while the GPU is at work on this one.
+        self._check_batch()
+        self._moments, self._matrices = fitted, None
+        self._unchecked = None if probe is None else (probe, before)
         return self
 
     def merge(self: Self, *others: "Whitener") -> Self:
         """Take in what other whiteners have seen, as if this one had seen it; they stay as they are."""
+        for part in (self, *others):
+            part._check_batch()
         parts = [part._moments for part in (self, *others) if part._moments is not None]
         sizes = sorted({len(part.mean) for part in parts})
         if len(sizes) > 1:
@@ -121,7 +132,7 @@ class Whitener(Estimator):
         """W (x - μ) of ``[samples, features]``, in its dtype."""
         samples, is_array = arrays.as_samples(X)
         solved = self._solved()
-        self._check_features(samples)
+        self._check_features(samples, self._fitted())
         arrays.check_finite(samples, is_array)
         return _result(samples, solved.whitening, self.mean_, None, is_array)
 
@@ -215,7 +226,8 @@ class Whitener(Estimator):
                 f"{list(covariance.shape)}; those of d features are [d] and [d, d]"
             )
         count, resolution = int(state_dict["num_samples"]), float(state_dict["resolution"])
-        self._moments, self._matrices = moments.Moments(count, mean.clone(), covariance.clone(), resolution), None
+        self._moments = moments.Moments(count, mean.clone(), covariance.clone(), resolution)
+        self._unchecked = self._matrices = None
         return self
 
     def save(self, path: Any) -> None:
@@ -243,9 +255,24 @@ class Whitener(Estimator):
         return np.asarray([f"whitener{i}" for i in range(len(self.whitening_))], dtype=object)
 
     def __sklearn_is_fitted__(self) -> bool:
+        self._check_batch()
         return self._moments is not None
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_batch()
+        return self.__dict__
+
+    def _check_batch(self) -> None:
+        """Go back to the moments before the last batch, and raise, if that is not finite."""
+        if self._unchecked is None:
+            return
+        (probe, before), self._unchecked = self._unchecked, None
+        if not probe.is_finite():
+            self._moments, self._matrices = before, None
+            raise moments.not_finite("A batch that partial_fit was given", "before it has not changed")
+
     def _fitted(self) -> moments.Moments:
+        self._check_batch()
         if self._moments is None:
             raise not_fitted(f"this {type(self).__name__} is not fitted yet; call fit or partial_fit first")
         return self._moments
@@ -256,10 +283,10 @@ class Whitener(Estimator):
             self._matrices = checked, matrices.solve(fitted, checked)
         return self._matrices[1]
 
-    def _check_features(self, samples: Tensor) -> None:
-        if samples.shape[1] != self.n_features_in_:
+    def _check_features(self, samples: Tensor, fitted: moments.Moments) -> None:
+        if samples.shape[1] != len(fitted.mean):
             raise ValueError(
-                f"X has {samples.shape[1]} features, but {type(self).__name__} is expecting {self.n_features_in_} "
+                f"X has {samples.shape[1]} features, but {type(self).__name__} is expecting {len(fitted.mean)} "
                 "features as input, as it was fitted to"
             )
 

@@ -33,31 +33,50 @@ class Moments(NamedTuple):
         return self._replace(mean=self.mean.to(device), covariance=self.covariance.to(device))
 
 
+class Probe:
+    """A number on its way from a GPU, which is finite if a batch and its squares are."""
+
+    def __init__(self, value: Tensor):
+        self._value, self._arrived = value, None
+        if value.is_cuda:
+            # To ask for it later without a wait for what the GPU has been given since.
+            self._value = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(value.device).record_event()
+
+    def is_finite(self) -> bool:
+        """Wait for it, and see."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return math.isfinite(self._value)
+
+
 def of(samples: Tensor) -> Moments:
     """The moments of ``[m, d]``, computed about a pilot in the dtype of the samples, or fp32 for half precision.
 
     Raises:
         ValueError: there are NaNs or infinities.
     """
-    return _in_kernels(None, samples) if dispatch.has_moment_kernels(samples) else _in_torch(samples)
+    found, probe = add(None, samples)
+    if probe is not None and not probe.is_finite():
+        raise not_finite()
+    return found
 
 
-def add(before: Moments, samples: Tensor) -> Moments:
-    """What has been seen before and ``[m, d]`` together."""
-    if before.mean.device == samples.device and dispatch.has_moment_kernels(samples):
+def add(before: Moments | None, samples: Tensor) -> tuple[Moments, Probe | None]:
+    """What has been seen before and ``[m, d]`` together; with a probe where the samples are still to be checked."""
+    same_device = before is None or before.mean.device == samples.device
+    if same_device and dispatch.has_moment_kernels(samples):
         return _in_kernels(before, samples)
-    return _pair(before, of(samples))
+    return (_in_torch(samples) if before is None else _pair(before, of(samples))), None
 
 
-def _in_kernels(before: Moments | None, samples: Tensor) -> Moments:
+def _in_kernels(before: Moments | None, samples: Tensor) -> tuple[Moments, Probe]:
     from iternorm.backends.triton import stream
 
     seen, old_mean, old_covariance, old_resolution = (0, None, None, 0.0) if before is None else before
     mean, covariance, probe = stream.join(samples, seen, old_mean, old_covariance)
     resolution = max(old_resolution, torch.finfo(samples.dtype).eps)
-    # The device is waited for when all work has been handed to it.
-    _check_finite(float(probe))
-    return Moments(seen + len(samples), mean, covariance, resolution)
+    return Moments(seen + len(samples), mean, covariance, resolution), Probe(probe)
 
 
 def _in_torch(samples: Tensor) -> Moments:
@@ -65,7 +84,8 @@ def _in_torch(samples: Tensor) -> Moments:
     mean, covariance = mean.double(), covariance[0].double()
     # By how much the square of a mean exceeds `_FAR` deviations; NaN if there is one among the samples.
     largest = float(torch.addcmul(_FAR**2 * -covariance.diagonal(), mean, mean).amax())
-    _check_finite(largest)
+    if not math.isfinite(largest):
+        raise not_finite()
     if samples.dtype != torch.float64 and largest > 0:
         # A mean that fp32 has rounded is off by more of a deviation than the samples' own roundings, which average out.
         total = sum(block.double().sum(0) for block in samples.split(_BLOCK))
@@ -73,12 +93,12 @@ def _in_torch(samples: Tensor) -> Moments:
     return Moments(len(samples), mean, covariance, torch.finfo(samples.dtype).eps)
 
 
-def _check_finite(value: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(
-            "Input X contains NaN or infinity, or values whose squares overflow; drop those samples. "
-            "What was fitted before has not changed"
-        )
+def not_finite(what: str = "Input X", unchanged: str = "before has not changed") -> ValueError:
+    """The error for samples that have no moments."""
+    return ValueError(
+        f"{what} contains NaN or infinity, or values whose squares overflow; drop those samples. "
+        f"What was fitted {unchanged}"
+    )
 
 
 def _pair(first: Moments, second: Moments) -> Moments:
