@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/tune_kernels.py --out tune.json
 
 A choice is timed in the pass that the kernel belongs to, with the other kernels as they are: a forward, a backward or
-an eval of a layer with groups of 64 channels. Kernels are compiled in parallel processes first, then the passes are
-timed one by one as CUDA graphs.
+an eval of a layer with groups of 64 channels, a forward or a backward of GroupWhitening2d, a batch of a stream. Kernels
+are compiled in parallel processes first, then the passes are timed one by one as CUDA graphs.
 """
 
 import argparse
@@ -14,42 +14,45 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from iternorm.backends.triton import items, run, stream, tiling
 from iternorm.backends.triton import plan as plans
-from iternorm.backends.triton import run, tiling
 from iternorm.backends.triton.tiling import Tiles
 
-SHAPES = {
-    "stem": (256, 64, 112, 112),
-    "a1": (64, 64, 32, 32),
-    "a1b": (64, 128, 32, 32),
-}
-BLOCKS = [(32, 4), (64, 4), (128, 4), (64, 8), (128, 8)]
 STAGES = [2, 3, 4]
 PER_SM = [1, 2, 3, 4]
-# Each kernel, and the pass that it belongs to.
-KERNELS = {
-    "moments": "forward",
-    "whiten": "forward",
-    "cross_moments": "backward",
-    "whiten_backward": "backward",
-    "apply": "eval",
-}
 MODES = {"tf32": (torch.float32, "high"), "bf16": (torch.bfloat16, "high"), "fp32": (torch.float32, "highest")}
 _GROUP, _STEPS, _EPS = 64, 5, 1e-5
+Calls = dict[str, Callable[[], object]]
 
 
-def passes(shape: tuple[int, ...], mode: str, rows: bool, device: str = "cuda") -> dict[str, Callable[[], object]]:
-    """The passes of a layer on an activation of this shape."""
-    dtype, setting = MODES[mode]
-    torch.set_float32_matmul_precision(setting)
-    layout = torch.channels_last if rows else torch.contiguous_format
-    x = torch.randn(shape, device=device).to(dtype).contiguous(memory_format=layout)
-    grad, learned = torch.randn_like(x), torch.ones(shape[1], device=device)
-    matrix = torch.eye(_GROUP, device=device).repeat(-(-shape[1] // _GROUP), 1, 1)
+class Subject(NamedTuple):
+    """What is tuned.
+
+    Attributes:
+        kernels: Each kernel, and the pass that it belongs to.
+        shapes: The activations.
+        blocks: Samples of a tile, and warps.
+        passes: The calls of an activation, by name of the pass.
+        layouts: Of memory: whether samples are rows.
+        modes: The dtypes and precisions, of `MODES`.
+    """
+
+    kernels: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    blocks: list[tuple[int, int]]
+    passes: Callable[[torch.Tensor], Calls]
+    layouts: tuple[bool, ...] = (False, True)
+    modes: tuple[str, ...] = tuple(MODES)
+
+
+def of_layer(x: torch.Tensor) -> Calls:
+    """The passes of a layer with groups of 64 channels."""
+    grad, learned = torch.randn_like(x), torch.ones(x.shape[1], device=x.device)
+    matrix = torch.eye(_GROUP, device=x.device).repeat(-(-x.shape[1] // _GROUP), 1, 1)
 
     def forward():
         return run.forward(x, learned, learned, _GROUP, _STEPS, _EPS)
@@ -66,20 +69,98 @@ def passes(shape: tuple[int, ...], mode: str, rows: bool, device: str = "cuda") 
     return {"forward": forward, "backward": backward, "eval": apply}
 
 
+def of_samples(x: torch.Tensor, rows: int = 32) -> Calls:
+    """The passes of `GroupWhitening2d` with its default groups."""
+    grad, learned = torch.randn_like(x), torch.ones(x.shape[1], device=x.device)
+
+    def forward():
+        return items.forward(x, learned, learned, rows, rows, _STEPS, _EPS, False, False)
+
+    state = forward()[1]
+
+    def backward():
+        plan = items._plan_for(x, learned, learned, rows, rows, _STEPS, False, False)
+        return items.backward(grad, x, learned, state, plan, _EPS, True)
+
+    return {"forward": forward, "backward": backward}
+
+
+def of_stream(x: torch.Tensor) -> Calls:
+    """A batch of `Whitener.partial_fit`."""
+    mean, covariance, _ = stream.join(x, 0, None, None)
+    return {"batch": lambda: stream.join(x, 1000, mean, covariance)}
+
+
+_PASSES = {
+    "moments": "forward",
+    "whiten": "forward",
+    "cross_moments": "backward",
+    "whiten_backward": "backward",
+}
+SUBJECTS = {
+    "layer": Subject(
+        {**_PASSES, "apply": "eval"},
+        {"stem": (256, 64, 112, 112), "a1": (64, 64, 32, 32), "a1b": (64, 128, 32, 32)},
+        [(32, 4), (64, 4), (128, 4), (64, 8), (128, 8)],
+        of_layer,
+    ),
+    "samples": Subject(
+        _PASSES,
+        {"256x64": (256, 64, 32, 32), "64x64": (64, 64, 32, 32), "64x256": (64, 256, 32, 32)},
+        [(64, 4), (128, 4), (256, 4), (128, 8), (256, 8)],
+        of_samples,
+        modes=("bf16", "fp32"),
+    ),
+    "stream": Subject(
+        {"moments": "batch"},
+        {"64 features": (2**20, 64), "128 features": (2**20, 128)},
+        [(32, 4), (64, 4), (128, 4), (32, 8), (64, 8), (128, 8)],
+        of_stream,
+        layouts=(True,),
+        modes=("fp32",),
+    ),
+}
+
+
+def passes(subject: Subject, shape: tuple[int, ...], mode: str, rows: bool, device: str = "cuda") -> Calls:
+    """The passes of a subject on an activation of this shape."""
+    dtype, setting = MODES[mode]
+    torch.set_float32_matmul_precision(setting)
+    x = torch.randn(shape, device=device).to(dtype)
+    if rows and x.ndim == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    return subject.passes(x)
+
+
 def use(kernel: str | None = None, tiles: Tiles | None = None) -> None:
     """Give a kernel these tiles and the others their own; without arguments, all their own."""
 
     def chosen(name: str, *rest: Any) -> Tiles:
         return tiles if tiles is not None and name == kernel else tiling.tiles_for(name, *rest)
 
+    def chosen_for_samples(plan: items.ItemPlan, name: str) -> Tiles:
+        return tiles if tiles is not None and name == kernel else _OWN_TILES(plan, name)
+
     plans.tiles_for = chosen
+    items.ItemPlan._tiles = chosen_for_samples
+    forget()
+
+
+def forget() -> None:
+    """Drop all plans."""
     plans._plans.clear()
+    items._plans.clear()
+    stream._joining.cache_clear()
+
+
+_OWN_TILES = items.ItemPlan._tiles
 
 
 def tiles_of(kernel: str) -> Tiles:
     """What the last pass gave to a kernel: smaller tiles than those asked for where they do not fit the GPU."""
-    (plan,) = plans._plans.values()
-    return plan._tiles(kernel)
+    (plan,) = (*plans._plans.values(), *items._plans.values())
+    launch = plan.launches[kernel]
+    return plan._chosen[kernel]._replace(samples=launch.constants["TILE"].BL)
 
 
 def graph_time(call: Callable[[], object], repeats: int = 10, replays: int = 5) -> float:
@@ -99,27 +180,32 @@ def graph_time(call: Callable[[], object], repeats: int = 10, replays: int = 5) 
     return sorted(times)[len(times) // 2]
 
 
-def compile_share(arguments: tuple[int, int, list[str]]) -> None:
+def compile_share(arguments: tuple[int, int, list[str], list[str]]) -> None:
     """Compile every so manieth choice, for later processes."""
-    share, shares, modes = arguments
+    share, shares, names, modes = arguments
     os.environ["CUDA_MODULE_LOADING"] = "LAZY"
-    jobs: list[Any] = list(itertools.product(modes, (False, True), KERNELS, BLOCKS, STAGES))
-    for mode, rows, kernel, (block, warps), stages in jobs[share::shares]:
-        # The programs of a launch are no constant of it: a small activation will do.
+    jobs: list[Any] = []
+    for subject in (SUBJECTS[name] for name in names):
+        # The programs of a launch are no constant of it: a small batch will do.
+        shapes = {(max(4, shape[0] >> 8), *shape[1:]) for shape in subject.shapes.values()}
+        asked = [mode for mode in subject.modes if mode in modes]
+        choices = (asked, subject.layouts, subject.kernels, subject.blocks, STAGES)
+        jobs += itertools.product((subject,), sorted(shapes), *choices)
+    for subject, shape, mode, rows, kernel, (block, warps), stages in jobs[share::shares]:
         use()
-        calls = passes((4, 64, 16, 16), mode, rows)
+        calls = passes(subject, shape, mode, rows)
         use(kernel, Tiles(block, warps, stages, 1))
         try:
-            calls[KERNELS[kernel]]()
+            calls[subject.kernels[kernel]]()
         except Exception as error:
             print(f"{mode} rows={rows} {kernel} {block} {warps} {stages}: {type(error).__name__}", file=sys.stderr)
 
 
-def timings(kernel: str, calls: dict[str, Callable[[], object]], repeats: int) -> list[tuple[float, Tiles]]:
+def timings(subject: Subject, kernel: str, calls: Calls, repeats: int) -> list[tuple[float, Tiles]]:
     """Every choice for a kernel that fits the GPU, with the time of its pass, the fastest first."""
     found = []
-    for (block, warps), stages, per_sm in itertools.product(BLOCKS, STAGES, PER_SM):
-        tiles, call = Tiles(block, warps, stages, per_sm), calls[KERNELS[kernel]]
+    for (block, warps), stages, per_sm in itertools.product(subject.blocks, STAGES, PER_SM):
+        tiles, call = Tiles(block, warps, stages, per_sm), calls[subject.kernels[kernel]]
         use(kernel, tiles)
         try:
             call()
@@ -134,26 +220,41 @@ def timings(kernel: str, calls: dict[str, Callable[[], object]], repeats: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="tune.json")
-    parser.add_argument("--modes", default="tf32,bf16,fp32")
+    parser.add_argument("--subjects", default=",".join(SUBJECTS))
+    parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--processes", type=int, default=14)
     args = parser.parse_args()
-    modes = args.modes.split(",")
+    names, modes = args.subjects.split(","), args.modes.split(",")
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        pool.map(compile_share, [(i, args.processes, modes) for i in range(args.processes)])
+        pool.map(compile_share, [(i, args.processes, names, modes) for i in range(args.processes)])
     results = []
-    for mode, rows, (name, shape) in itertools.product(modes, (False, True), SHAPES.items()):
-        use()
-        calls = passes(shape, mode, rows)
-        for kernel, part in KERNELS.items():
-            found = timings(kernel, calls, 2 if name == "stem" else 10)
-            where: dict[str, Any] = {"mode": mode, "rows": rows, "shape": name, "kernel": kernel, "pass": part}
-            results += [{**where, "us": time, "tiles": tiles} for time, tiles in found]
-            best = "  ".join(f"{time:.1f} us {tuple(tiles)}" for time, tiles in found[:3])
-            print(f"{mode} {'NHWC' if rows else 'NCHW'} {name} {kernel}, {part}: {best}", flush=True)
-        del calls
-        torch.cuda.empty_cache()
+    for name in names:
+        subject = SUBJECTS[name]
+        asked = [mode for mode in subject.modes if mode in modes]
+        for mode, rows, (shape_name, shape) in itertools.product(asked, subject.layouts, subject.shapes.items()):
+            use()
+            calls = passes(subject, shape, mode, rows)
+            use()
+            own = {part: graph_time(warm(call)) for part, call in calls.items()}
+            for kernel, part in subject.kernels.items():
+                found = timings(subject, kernel, calls, 2 if shape_name == "stem" else 10)
+                where: dict[str, Any] = {"subject": name, "mode": mode, "rows": rows, "shape": shape_name}
+                where |= {"kernel": kernel, "pass": part}
+                results += [{**where, "us": time, "tiles": tiles} for time, tiles in found]
+                best = "  ".join(f"{time:.1f} us {tuple(tiles)}" for time, tiles in found[:3])
+                layout = "NHWC" if rows else "NCHW"
+                print(f"{name} {mode} {layout} {shape_name} {kernel}, {part}: now {own[part]:.1f}, {best}", flush=True)
+            del calls
+            torch.cuda.empty_cache()
     with open(args.out, "w") as file:
         json.dump(results, file)
+
+
+def warm(call: Callable[[], object]) -> Callable[[], object]:
+    """The call, after its kernels are compiled."""
+    call()
+    torch.cuda.synchronize()
+    return call
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("in Triton's interpreter", allow_module_level=True)
 
-from iternorm.backends.triton import plan, tiling
+from iternorm.backends.triton import items, plan, tiling
 
 tune = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "tune_kernels.py"))
 
@@ -19,14 +19,25 @@ tune = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "tune_kerne
 def _as_before(precision):
     yield
     plan.tiles_for = tiling.tiles_for
-    plan._plans.clear()
+    items.ItemPlan._tiles = tune["_OWN_TILES"]
+    tune["forget"]()
 
 
-@pytest.mark.parametrize("rows", [False, True])
-def test_a_pass_runs_with_other_tiles_and_gives_the_same(rows, precision):
+@pytest.mark.parametrize(
+    ("name", "shape", "rows"),
+    [
+        ("layer", (4, 64, 4, 4), False),
+        ("layer", (4, 64, 4, 4), True),
+        ("samples", (2, 64, 8, 8), False),
+        ("samples", (2, 64, 8, 8), True),
+        ("stream", (200, 64), True),
+    ],
+)
+def test_a_pass_runs_with_other_tiles_and_gives_the_same(name, shape, rows, precision):
+    subject = tune["SUBJECTS"][name]
     tune["use"]()
-    calls = tune["passes"]((4, 64, 4, 4), "tf32", rows, "cpu")
-    for kernel, part in tune["KERNELS"].items():
+    calls = tune["passes"](subject, shape, "fp32", rows, "cpu")
+    for kernel, part in subject.kernels.items():
         tune["use"]()
         expected = calls[part]()
         own = tune["tiles_of"](kernel)
