@@ -132,14 +132,14 @@ def passes(subject: Subject, shape: tuple[int, ...], mode: str, rows: bool, devi
     return subject.passes(x)
 
 
-def use(kernel: str | None = None, tiles: Tiles | None = None) -> None:
+def use(tuned: str | None = None, tiles: Tiles | None = None) -> None:
     """Give a kernel these tiles and the others their own; without arguments, all their own."""
 
-    def chosen(name: str, *rest: Any) -> Tiles:
-        return tiles if tiles is not None and name == kernel else tiling.tiles_for(name, *rest)
+    def chosen(kernel: str, *rest: Any) -> Tiles:
+        return tiles if tiles is not None and kernel == tuned else tiling.tiles_for(kernel, *rest)
 
-    def chosen_for_samples(plan: items.ItemPlan, name: str) -> Tiles:
-        return tiles if tiles is not None and name == kernel else _OWN_TILES(plan, name)
+    def chosen_for_samples(self: items.ItemPlan, kernel: str) -> Tiles:
+        return tiles if tiles is not None and kernel == tuned else _OWN_TILES(self, kernel)
 
     plans.tiles_for = chosen
     items.ItemPlan._tiles = chosen_for_samples
