@@ -27,8 +27,6 @@ def _as_before(precision):
     ("name", "shape", "rows"),
     [
         ("layer", (4, 64, 4, 4), False),
-        ("layer", (4, 64, 4, 4), True),
-        ("samples", (2, 64, 8, 8), False),
         ("samples", (2, 64, 8, 8), True),
         ("stream", (200, 64), True),
     ],

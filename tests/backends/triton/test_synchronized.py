@@ -8,7 +8,7 @@ import pytest
 import sync_kernels
 import sync_ranks
 import torch
-from sync_checks import SIZE, assert_equal_to_one_process, results_of, shared_results_of, tolerance
+from sync_checks import SIZE, assert_equal_to_one_process, shared_results_of, tolerance
 
 import iternorm
 
@@ -39,13 +39,6 @@ def in_torch(case):
 @pytest.mark.parametrize("name", sync_kernels.CASES)
 def test_ranks_equal_one_process_on_the_concatenated_batch(ranks, name):
     assert_equal_to_one_process([rank[name] for rank in ranks], in_torch(sync_kernels.CASES[name]))
-
-
-@pytest.mark.rare
-def test_large_groups_over_ranks_equal_one_process(tmp_path):
-    ranks = results_of("large kernels", tmp_path, 900)
-    for name, case in sync_kernels.LARGE.items():
-        assert_equal_to_one_process([rank[name] for rank in ranks], in_torch(case))
 
 
 @pytest.mark.rare
@@ -131,9 +124,12 @@ def test_launches_that_follow_a_collective_wait_for_all_of_it(group_size):
     [(10, 4), pytest.param(72, 72, marks=pytest.mark.rare), pytest.param(140, 130, marks=pytest.mark.rare)],
 )
 def test_two_parts_of_a_batch_equal_the_whole(channels, size, poisoned_memory):
-    """The kernels of two ranks in one process: each is handed what the other would send."""
+    """The kernels of two ranks in one process: each is handed what the other would send.
+
+    Large groups are minutes in three processes of Triton's interpreter: there they run on a GPU alone.
+    """
     torch.manual_seed(0)
-    x, grad = (torch.randn(5, channels, 4, 4).to(memory_format=torch.channels_last) for _ in range(2))
+    x, grad = (torch.randn(5, channels, 4, 2).to(memory_format=torch.channels_last) for _ in range(2))
     x[:2] += 3
     weight, bias = torch.rand(channels) + 0.5, torch.randn(channels)
     cuts = slice(0, 2), slice(2, 5)
