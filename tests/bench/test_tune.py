@@ -1,4 +1,4 @@
-"""`benchmarks/tune_kernels.py`: every kernel is timed with the tiles that were asked for."""
+"""`benchmarks/tune_kernels.py` and `tune_iteration.py`: what is timed has the tiles that were asked for."""
 
 import runpy
 from pathlib import Path
@@ -12,7 +12,8 @@ if torch.cuda.is_available():
 
 from iternorm.backends.triton import items, plan, tiling
 
-tune = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "tune_kernels.py"))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+tune = runpy.run_path(str(BENCHMARKS / "tune_kernels.py"))
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +46,21 @@ def test_a_pass_runs_with_other_tiles_and_gives_the_same(name, shape, rows, prec
         assert tune["tiles_of"](kernel) == other
         first, second = (value if torch.is_tensor(value) else value[0] for value in (found, expected))
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
+
+
+def test_the_iteration_runs_in_other_blocks_and_gives_the_same(monkeypatch, precision):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    iteration = runpy.run_path(str(BENCHMARKS / "tune_iteration.py"))
+    monkeypatch.setattr(iteration["tiling"], "blocks_for", tiling.blocks_for)
+    monkeypatch.setitem(iteration["both_ways"].__globals__, "warm", lambda call: call)
+    covariance = iteration["covariance_of"](40, "highest", "cpu")
+    results = []
+    for blocks in (None, *iteration["CHOICES"][::40]):
+        iteration["use"](blocks)
+        results.append([call() for call in iteration["both_ways"](covariance)])
+    iteration["use"]()
+    (forward, backward), *others = results
+    assert len(others) == 2
+    for other_forward, other_backward in others:
+        torch.testing.assert_close(other_forward[0], forward[0])
+        torch.testing.assert_close(other_backward, backward)

@@ -119,21 +119,6 @@ def test_a_chain_on_a_stream_is_called_as_it_was_prepared():
     ]
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """As on a GPU, but that nothing runs: the launches on a stream, each with what its kernel takes and was given."""
-    found = []
-
-    def prepared(self):
-        names = self.kernel.arg_names[: -len(self.integers) - len(self.constants) - 1]
-        return lambda *args: found.append((self.kernel.__name__, names, args)), self.grid, (), ()
-
-    monkeypatch.setattr(runtime.Launch, "prepared", property(prepared), raising=False)
-    monkeypatch.setattr(runtime, "stream_of", lambda device: 7)
-    monkeypatch.setattr(plan, "_plans", {})
-    return found
-
-
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("size", [16, 64, 128, 192])
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):
     [
         ("A100", ("tf32", "rows")),
         ("RTX 4090", ("bf16", "planes")),
-        # Steps that are watched, in one program and by launches. Whole matrices of 128 rows ask for 136 KiB there, in the
+        # Steps that are watched, in one program and by launches. Whole matrices of 128 rows ask for 136 KiB in the
         # smallest tiles.
         ("RTX 4090", ("tf32", "rows", "64", "many")),
         ("RTX 4090", ("tf32", "planes", "128", "many")),

@@ -16,11 +16,11 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu_synchronized.py", allow_module_level=True)
 
-from iternorm.backends.triton import plan, runtime
+from iternorm.backends.triton import plan
 from iternorm.backends.triton import synchronized as chains
 from iternorm.timing.gpu.synchronized import absent_ranks
 from iternorm.whitening import dispatch
-from iternorm.whitening.processes import collective, synchronized
+from iternorm.whitening.processes import synchronized
 from iternorm.whitening.processes.collective import Group
 from iternorm.whitening.settings import Settings
 
@@ -190,23 +190,6 @@ def test_operators_keep_their_contracts(layout):
         check(synchronized.cross_moments_op, arguments)
     sent = synchronized.cross_moments_op(*arguments)[0]
     check(synchronized.input_gradient_op, (grad, x, weight, state, sent, y, size, steps, 1e-5, False, 2))
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """As on a GPU, but that nothing runs: the launches on a stream, each with what its kernel takes and was given."""
-    found = []
-
-    def prepared(self):
-        names = self.kernel.arg_names[: -len(self.integers) - len(self.constants) - 1]
-        return lambda *args: found.append((self.kernel.__name__, names, args)), self.grid, (), ()
-
-    monkeypatch.setattr(runtime.Launch, "prepared", property(prepared), raising=False)
-    monkeypatch.setattr(runtime, "stream_of", lambda device: 7)
-    monkeypatch.setattr(plan, "_plans", {})
-    # No kernel has written counts that could be looked at.
-    monkeypatch.setattr(collective, "_check_counts", lambda gathered, group: None)
-    return found
 
 
 @pytest.mark.parametrize("size", [16, 64, 128, 192])
