@@ -43,7 +43,8 @@ NOT_RUNNING: Any = (None,) * 5
 def state_size(x: Tensor, group_size: int, num_iters: int, exact: bool) -> int:
     """The elements of the state that `forward` returns."""
     kept_parts = newton_split(split_for(x.dtype), exact, num_iters)
-    return state_of(x.shape[1], group_size, num_iters, kept_parts).size
+    # A compiler may take the channels for a symbol, which is no key.
+    return state_of(int(x.shape[1]), group_size, num_iters, kept_parts).size
 
 
 def plan_of_state(
