@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/tune_iteration.py --sizes 128 256 512
 
-A line is one size and precision: the chosen blocks first, then all that were tried, forward and backward apart, the
-fastest first. Times are of launches in a CUDA graph. A choice that the GPU has no room for is left out.
+For each size and precision it prints the time with the chosen blocks, then the five fastest of all, forward and
+backward apart. Times are of launches in a CUDA graph. A choice that the GPU has no room for is left out.
 """
 
 import argparse

@@ -26,6 +26,7 @@ STAGES = [2, 3, 4]
 PER_SM = [1, 2, 3, 4]
 MODES = {"tf32": (torch.float32, "high"), "bf16": (torch.bfloat16, "high"), "fp32": (torch.float32, "highest")}
 _GROUP, _STEPS, _EPS = 64, 5, 1e-5
+_OWN_TILES = items.ItemPlan._tiles
 Calls = dict[str, Callable[[], object]]
 
 
@@ -153,9 +154,6 @@ def forget() -> None:
     stream._joining.cache_clear()
 
 
-_OWN_TILES = items.ItemPlan._tiles
-
-
 def tiles_of(kernel: str) -> Tiles:
     """What the last pass gave to a kernel: smaller tiles than those asked for where they do not fit the GPU."""
     (plan,) = (*plans._plans.values(), *items._plans.values())
@@ -253,7 +251,6 @@ def main() -> None:
 def warm(call: Callable[[], object]) -> Callable[[], object]:
     """The call, after its kernels are compiled."""
     call()
-    torch.cuda.synchronize()
     return call
 
 

@@ -52,7 +52,6 @@ def test_the_iteration_runs_in_other_blocks_and_gives_the_same(monkeypatch, prec
     monkeypatch.syspath_prepend(BENCHMARKS)
     iteration = runpy.run_path(str(BENCHMARKS / "tune_iteration.py"))
     monkeypatch.setattr(iteration["tiling"], "blocks_for", tiling.blocks_for)
-    monkeypatch.setitem(iteration["both_ways"].__globals__, "warm", lambda call: call)
     covariance = iteration["covariance_of"](40, "highest", "cpu")
     results = []
     for blocks in (None, *iteration["CHOICES"][::40]):

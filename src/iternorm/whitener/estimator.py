@@ -98,8 +98,8 @@ class Whitener(Estimator):
     def partial_fit(self: Self, X: Any, y: Any = None) -> Self:
         """Fit a batch on top of those before; an empty one changes nothing.
 
-        A batch on a GPU is not waited for: if it is not finite, the next call of any method raises, and what was fitted
-        before it has not changed.
+        A batch on a GPU is not waited for. If it is not finite, the next batch or the first use of the fit raises, and
+        what was fitted before it has not changed.
         """
         options.check(self.get_params())
         samples, _ = arrays.as_samples(X)

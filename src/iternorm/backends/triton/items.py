@@ -14,7 +14,7 @@ from iternorm.backends.torch.verbs import is_rows
 from iternorm.backends.triton.device.items import item_cross_moments, item_moments
 from iternorm.backends.triton.device.tiles import Tile
 from iternorm.backends.triton.layout import LARGEST_NEWTON, MOST_GROUPS, Layout, padded_size, placed
-from iternorm.backends.triton.plan import Key, Plan
+from iternorm.backends.triton.plan import Key, Plan, Share
 from iternorm.backends.triton.precision import Split, split_for
 from iternorm.backends.triton.run import in_strides, parts_of
 from iternorm.backends.triton.runtime import Launch, given_to
@@ -94,7 +94,7 @@ class ItemPlan(Plan):
         # Where there is room for several programs to a group, one more writes what is kept.
         keepers = int(kernel == "whiten" and places > 1)
         count, each = self._shared(places - keepers, samples)
-        self._shares[kernel] = count
+        self._shares[kernel] = Share(count, each)
         tile = Tile(
             D=layout.group_size,
             BD=layout.padded,
@@ -127,8 +127,7 @@ class ItemPlan(Plan):
         return -(-blocks // each), each * tiles
 
     def _samples_of(self, name: str) -> int:
-        launch = self.launches[name]
-        tile, each = launch.constants["TILE"], launch.integers[3]
+        each, tile = self.share_of(name).tiles, self.launches[name].constants["TILE"]
         positions = tile.BL // tile.PACK
         tiles = -(-self._length // positions)
         if each < tiles:
@@ -148,10 +147,9 @@ class ItemPlan(Plan):
     @functools.cached_property
     def learned_parts(self) -> int:
         """How many parts d(γ) and d(β) come in."""
-        launch = self.launches["cross_moments"]
-        tile, each = launch.constants["TILE"], launch.integers[3]
-        by_block = each >= -(-self._length // (tile.BL // tile.PACK))
-        return self.layout.num_groups // self._sets * (1 if by_block else self._shares["cross_moments"])
+        share, tile = self.share_of("cross_moments"), self.launches["cross_moments"].constants["TILE"]
+        by_block = share.tiles >= -(-self._length // (tile.BL // tile.PACK))
+        return self.layout.num_groups // self._sets * (1 if by_block else share.programs)
 
 
 _plans: dict[tuple, ItemPlan] = {}

@@ -108,6 +108,13 @@ def plan_for(
     return plan
 
 
+class Share(NamedTuple):
+    """How programs share the samples of a group."""
+
+    programs: int
+    tiles: int  # of each
+
+
 class Plan:
     """The launches of one layer at one input shape, made once."""
 
@@ -149,8 +156,7 @@ class Plan:
         self._sizes: dict[str, int] = {}
         self._num_sms = device_of(key.device).num_sms
         self._chosen: dict[str, Tiles] = {}
-        # How many programs share the samples.
-        self._shares: dict[str, int] = {}
+        self._shares: dict[str, Share] = {}
         # Matrices of 128x128 in three parts ask for more shared memory than there is.
         self._maps_blocks = layout.wide or (layout.padded == LARGEST_TILE and key.split == Split.THREE_PARTS)
 
@@ -208,7 +214,7 @@ class Plan:
         # One more than there are shares of the samples writes what is kept.
         keepers = int(kernel == "whiten")
         count, each = programs(layout, tiles, self._num_sms, keepers, blocks)
-        self._shares[kernel] = count
+        self._shares[kernel] = Share(count, each)
         integers = (layout.samples, layout.channels, layout.length, each, *((count,) if sums else ()))
         tile = Tile(
             D=layout.group_size,
@@ -256,7 +262,7 @@ class Plan:
     def _reduce(self, backward: bool = False) -> Launch:
         layout = self.layout
         name = "cross_moments" if backward else "moments"
-        count = self._shares_of(name)
+        count = self.share_of(name).programs
         each = self._samples_of(name)
         fp32 = torch.float32
         # Of several ranks the moments are sent, and `merge` counts.
@@ -381,7 +387,7 @@ class Plan:
         if size is None:
             padded, count = self.layout.padded, self.layout.num_groups
             backward = name == "cross_moments"
-            size = (self._shares_of(name) * (padded + 2) + backward * padded) * count * padded
+            size = (self.share_of(name).programs * (padded + 2) + backward * padded) * count * padded
             if self.iteration is not None:
                 size = max(size, self.iteration.backward_work if backward else self.iteration.forward_work)
             if backward and self.exchange is not None:
@@ -391,9 +397,10 @@ class Plan:
 
     def _samples_of(self, name: str) -> int:
         """How many samples a program has, if there are so many left."""
-        return self.launches[name].integers[3] * self._tiles(name).samples
+        return self.share_of(name).tiles * self._tiles(name).samples
 
-    def _shares_of(self, name: str) -> int:
+    def share_of(self, name: str) -> Share:
+        """How the programs of a launch share the samples."""
         # Known when the launch is made.
         self.launches[name]
         return self._shares[name]

@@ -225,7 +225,7 @@ def gradient_calls(plan: Plan, activations, batch, learned, work, eps, needs_inp
         eps: added to the diagonal of the covariance.
         needs_input: whether the gradient of x is asked for, or the weight's alone.
     """
-    cross, covariance, _, whitening, _, _ = batch
+    cross, covariance, mean, whitening, _, grad_sum = batch
     scale, scale_gradient = learned
     if plan.iteration is None:
         if needs_input:
@@ -238,7 +238,7 @@ def gradient_calls(plan: Plan, activations, batch, learned, work, eps, needs_inp
         name, values = plan.iteration.weight_gradient(*matrices, cross, eps)
         return (name,), (values,)
     name, values = plan.iteration.backward(*matrices, cross, second, place, eps, 2 / plan.layout.samples)
-    applied = (*activations, whitening, second, batch[2], batch[5], scale)
+    applied = (*activations, whitening, second, mean, grad_sum, scale)
     return (name, "apply_backward"), (values, applied)
 
 

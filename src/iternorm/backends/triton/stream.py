@@ -49,9 +49,8 @@ def join(x: Tensor, seen: int, mean: Tensor | None, covariance: Tensor | None) -
 @functools.lru_cache(256)
 def _joining(plan: Plan, first: bool) -> Launch:
     layout = plan.layout
-    moments = plan.launches["moments"]
-    tiles, programs = moments.integers[3:]
-    each = tiles * moments.constants["TILE"].BL
+    programs, tiles = plan.share_of("moments")
+    each = tiles * plan.launches["moments"].constants["TILE"].BL
     size = layout.group_size
     before = None if first else torch.float64
     pointers = (torch.float32, before, before, torch.float64)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.newton import total
+from iternorm.backends.triton.device.steps import below_diagonal
 from iternorm.backends.triton.device.tiles import follow
 
 
@@ -34,9 +35,7 @@ class Halves(NamedTuple):
 def place_of(MATRICES: tl.constexpr):
     """Rows and columns of this program's tile, whether they are the same, and the number of its matrix."""
     tile = tl.program_id(0) % MATRICES.TILES
-    # The row whose first tile is the k (k + 1) / 2 -th; a hundredth more than rounding could take away.
-    row = (0.5 * tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 0.49).to(tl.int32)
-    column = tile - row * (row + 1) // 2
+    row, column = below_diagonal(tile)
     side = tl.arange(0, MATRICES.SIDE)
     matrix = (tl.program_id(0) // MATRICES.TILES).to(tl.int64)
     return row * MATRICES.SIDE + side, column * MATRICES.SIDE + side, row == column, matrix

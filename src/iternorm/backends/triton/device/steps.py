@@ -97,11 +97,18 @@ def place_of(tile, group, MATRICES: tl.constexpr):
 
 
 @triton.jit
+def below_diagonal(index):
+    """Row and column of the tile of this index, of those on and below the diagonal."""
+    # The row whose first tile is the k (k + 1) / 2 -th; a hundredth more than rounding could take away. Right for up to
+    # 99 rows of tiles, where there are 32 at most.
+    row = (0.5 * tl.sqrt(8.0 * tl.cast(index, tl.float32) + 1.0) - 0.49).to(tl.int32)
+    return row, index - row * (row + 1) // 2
+
+
+@triton.jit
 def pair_at(pair, MATRICES: tl.constexpr):
     """Rows and columns of a tile on or below the diagonal, and its row and its column of tiles."""
-    # The row whose first tile is the k (k + 1) / 2 -th; a hundredth more than rounding could take away.
-    row = (0.5 * tl.sqrt(8.0 * tl.cast(pair, tl.float32) + 1.0) - 0.49).to(tl.int32)
-    column = pair - row * (row + 1) // 2
+    row, column = below_diagonal(pair)
     side = tl.arange(0, MATRICES.SIDE)
     return row * MATRICES.SIDE + side, column * MATRICES.SIDE + side, row, column
 

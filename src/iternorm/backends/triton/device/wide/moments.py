@@ -14,7 +14,7 @@ import triton.language as tl
 from iternorm.backends.triton.device.exchange import sent_places
 from iternorm.backends.triton.device.moments import outer_product, rounded_pilot
 from iternorm.backends.triton.device.running import copy_count
-from iternorm.backends.triton.device.steps import store_block, tile_of
+from iternorm.backends.triton.device.steps import below_diagonal, store_block, tile_of
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,
@@ -115,9 +115,7 @@ def wide_moments(
     program = tl.program_id(0) // PAIRS
     group = tl.program_id(1)
     if SELF:
-        # Half a unit more keeps a root that is whole from being rounded down.
-        row = ((tl.sqrt(8.0 * pair + 1.5) - 1.0) * 0.5).to(tl.int32)
-        column = pair - row * (row + 1) // 2
+        row, column = below_diagonal(pair)
     else:
         row = pair // ACROSS
         column = pair % ACROSS
