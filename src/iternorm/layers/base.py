@@ -93,9 +93,10 @@ class WhiteningNorm(BatchNormWithoutVariance):
     _checked: tuple | None = None
     _matrix_shape: tuple[int, int, int] = (0, 0, 0)
     _settings: Settings
-    # `_cache_key` of the last batch that went to the fused kernels, and what was asked of them.
+    # `_cache_key` of the last batch that went to the fused kernels, what was asked of them, and what they remember.
     _last_key: tuple | None = None
     _last_settings: Settings
+    _repeated: fused.Repeated
 
     def __init__(
         self,
@@ -214,7 +215,7 @@ class WhiteningNorm(BatchNormWithoutVariance):
             # Same shape, dtype and settings as the last batch: the checks below have already passed.
             if residual is not None:
                 validation.check_residual(residual, input)
-            whiten = fused.whiten_eagerly if group is None else synchronized.whiten_eagerly
+            whiten = self._repeated.whiten if group is None else synchronized.whiten_eagerly
             return _in_place(whiten(input, weight, bias, self._last_settings, statistics, residual), order)
         self._check(input, weight, bias, mean, matrix)
         validation.check_residual(residual, input)
@@ -228,7 +229,7 @@ class WhiteningNorm(BatchNormWithoutVariance):
         backend = dispatch.choose(settings, input)
         output = normalize(input, weight, bias, settings, statistics, batch_statistics, backend, residual)
         if backend is Backend.TRITON and training and eager:
-            self._last_key, self._last_settings = key, settings
+            self._last_key, self._last_settings, self._repeated = key, settings, fused.Repeated()
         return _in_place(output, order)
 
     def _cache_key(self, input: Tensor, weight, bias, mean, matrix, group) -> tuple:

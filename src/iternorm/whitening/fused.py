@@ -4,6 +4,9 @@ Eager code calls the kernels directly; where calls are recorded there are two op
 kernels are first used.
 """
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,17 +56,64 @@ class _WhitenEager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias, state, output = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        if modes.wants_graph(grad):
-            return *_graph_backward(grad, x, weight, bias, output, needs, ctx.settings), None, None
-        # Autograd has made the device of the gradient the current one.
-        gradients = kernels().backward(grad, x, weight, state, ctx.plan, ctx.settings.eps, needs[0], output)
-        return *wanted(grad, gradients, weight, bias, output, needs), None, None
+        return *_gradients(ctx.plan, ctx.settings, grad, *ctx.saved_tensors, ctx.needs_input_grad), None, None
+
+
+def _gradients(plan, settings: Settings, grad, x, weight, bias, state, output, needs) -> tuple:
+    """The gradients of x, weight, bias and what was added, those that are needed."""
+    if modes.wants_graph(grad):
+        return tuple(_graph_backward(grad, x, weight, bias, output, needs, settings))
+    # Autograd has made the device of the gradient the current one.
+    gradients = kernels().backward(grad, x, weight, state, plan, settings.eps, needs[0], output)
+    return wanted(grad, gradients, weight, bias, output, needs)
 
 
 # In half the time of `_WhitenEager.apply`.
 _apply_eager = modes.apply_without_transforms(_WhitenEager)
+
+
+class Repeated:
+    """Batches of a layer that are all alike, whitened without Python if that has been compiled.
+
+    A copy of it has seen no batch.
+    """
+
+    __slots__ = ("_split", "_step")
+
+    def __init__(self) -> None:
+        self._split = self._step = None
+
+    def __reduce__(self) -> tuple:
+        return Repeated, ()
+
+    def whiten(self, x, weight, bias, settings: Settings, statistics: Running | None, residual=None) -> Tensor:
+        """`whiten_eagerly`, for settings and a momentum that are the same each time."""
+        steps = _steps()
+        functions = steps.functions()
+        if functions is not None:
+            mean, matrix, num_batches, _, _ = NO_RUNNING if statistics is None else statistics
+            tensors = (x, weight, bias, residual, mean, matrix, num_batches)
+            split = kernels().split_for(x.dtype)
+            if self._step is not None and self._split is split:
+                y = functions.whiten(self._step, *tensors)
+                if y is not None:
+                    return y
+            step = steps.step_for(tensors, settings, statistics, _gradients)
+            if step is not None and step is not self._step:
+                self._step, self._split = step, split
+                y = functions.whiten(step, *tensors)
+                if y is not None:
+                    return y
+        return whiten_eagerly(x, weight, bias, settings, statistics, residual)
+
+
+@functools.cache
+def _steps() -> Any:
+    """`iternorm.backends.triton.eager.record`, imported when it is first used: it imports triton."""
+    from iternorm.backends.triton.eager import record
+
+    return record
+
 
 # Of a `Running`, where none is kept.
 NO_RUNNING = (None, None, None, None, False)

@@ -2,7 +2,7 @@
 
 Where there is no compiler, or it fails, `library` raises a `BuildError` that says why, and the torch path is taken. The
 library is one small file in the cache, named after everything that decides what is in it. A failure is kept there too,
-for a day, so that not every process tries again.
+for a day, so that not every process tries again. `find_or_build` does the same for any `Source`.
 """
 
 import contextlib
@@ -17,8 +17,9 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,6 +55,30 @@ class BuildError(RuntimeError):
         self.is_news = is_news
 
 
+class Source(NamedTuple):
+    """A file to be compiled into a library.
+
+    Attributes:
+        path: The file.
+        kind: Part of the library's name.
+        flags: Of the compiler.
+        link: Of the linker.
+        load: What makes something to use of the library's path; raises a `BuildError`.
+        language: Of the file.
+        variable: The environment variable that names a compiler.
+        compilers: Those to try where it does not.
+    """
+
+    path: Path
+    kind: str
+    flags: tuple[str, ...]
+    link: tuple[str, ...]
+    load: Callable[[Path], Any]
+    language: str = "C"
+    variable: str = "CC"
+    compilers: tuple[str, ...] = ("cc", "gcc", "clang")
+
+
 def library(dtype: torch.dtype) -> ctypes.CDLL:
     """The kernels for fp32 or fp64, compiled at the first call; raises a `BuildError`, the same one each time."""
     found = _libraries.get(dtype)
@@ -62,7 +87,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
             found = _libraries.get(dtype)
             if found is None:
                 try:
-                    found = _find_or_build(dtype)
+                    found = find_or_build(_source(dtype))
                 except BuildError as error:
                     found = error
                 _libraries[dtype] = found
@@ -98,32 +123,41 @@ def is_available(dtype: torch.dtype) -> bool:
     return True
 
 
-def _find_or_build(dtype: torch.dtype) -> ctypes.CDLL:
+def _source(dtype: torch.dtype) -> Source:
+    real, size = REALS[dtype]
+    flags = (*_COMPILE, f"-DREAL={real}", f"-DREAL_BYTES={size}")
+    return Source(Path(__file__).with_name("kernels.c"), real, flags, _LINK, _load)
+
+
+def find_or_build(source: Source) -> Any:
+    """What `source` is loaded to, compiled unless it is in the cache."""
     if sys.platform != "linux":
         raise BuildError(f"the C kernels are for Linux, this is {sys.platform}", is_news=False)
-    compilers = _compilers()
+    compilers = _compilers(source)
     if not compilers:
-        raise BuildError("no C compiler: install gcc, or name one in the environment variable CC", is_news=False)
+        remedy = f"install {source.compilers[1]}, or name one in the environment variable {source.variable}"
+        raise BuildError(f"no {source.language} compiler: {remedy}", is_news=False)
     reasons, is_news = [], False
     with _cache() as folder:
         for compiler in compilers:
             try:
-                return _with_compiler(compiler, dtype, folder)
+                return _with_compiler(compiler, source, folder)
             except (BuildError, OSError) as error:
                 reasons.append(f"{shlex.join(compiler)}: {error}")
                 is_news |= getattr(error, "is_news", True)
     raise BuildError("; ".join(reasons), is_news)
 
 
-def _compilers() -> list[list[str]]:
-    """The commands to try: $CC alone where it is set."""
-    named = os.environ.get("CC", "")
+def _compilers(source: Source) -> list[list[str]]:
+    """The commands to try: $CC alone where it is set, or what the source has in its place."""
+    named = os.environ.get(source.variable, "")
     try:
         if command := shlex.split(named):
             return [command]
     except ValueError as error:
-        raise BuildError(f"the environment variable CC={named!r} cannot be read as a command: {error}") from None
-    return [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
+        what = f"the environment variable {source.variable}={named!r}"
+        raise BuildError(f"{what} cannot be read as a command: {error}") from None
+    return [[path] for name in source.compilers if (path := shutil.which(name))]
 
 
 @contextlib.contextmanager
@@ -143,21 +177,18 @@ def _cache() -> Iterator[Path | None]:
         yield folder
 
 
-def _with_compiler(compiler: list[str], dtype: torch.dtype, folder: Path | None) -> ctypes.CDLL:
-    source = Path(__file__).with_name("kernels.c")
-    real, size = REALS[dtype]
-    flags = (*_COMPILE, f"-DREAL={real}", f"-DREAL_BYTES={size}")
+def _with_compiler(compiler: list[str], source: Source, folder: Path | None) -> Any:
     version = _run([*compiler, "--version"])
     # With the OpenMP that torch brings, on which it depends whether the library can be loaded.
-    command = repr((compiler, flags, _LINK, torch.__version__))
-    decisive = [source.read_bytes(), version.encode(), _cpu().encode(), command.encode()]
+    command = repr((compiler, source.flags, source.link, torch.__version__))
+    decisive = [source.path.read_bytes(), version.encode(), _cpu().encode(), command.encode()]
     key = hashlib.sha256(b"\0".join(decisive)).hexdigest()[:32]
-    name, failed = f"{key}-{real}.so", f"{key}-{real}.failed"
+    name, failed = f"{key}-{source.kind}.so", f"{key}-{source.kind}.failed"
     if folder is not None:
         # Not built yet; or cut short, or another user's, or of a machine with another system library.
         with contextlib.suppress(OSError, BuildError):
             cache.get(folder, name)
-            return _load(folder / name)
+            return source.load(folder / name)
         with contextlib.suppress(OSError):
             reason = cache.get(folder, failed, _SECONDS_REMEMBERED).decode()
             raise BuildError(f"{reason} (delete {cache.folder() / failed} to try again)", is_news=False)
@@ -167,8 +198,8 @@ def _with_compiler(compiler: list[str], dtype: torch.dtype, folder: Path | None)
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as scratch, cache.held(Path(scratch)) as place:
         try:
             # By its own name: the loader takes a library of the same path to be the one that it has loaded before.
-            built = _build(compiler, flags, source, place / name)
-            library = _load(built)
+            built = _build(compiler, source, place / name)
+            library = source.load(built)
         except BuildError as error:
             _keep(folder, failed, str(error).encode())
             raise
@@ -183,17 +214,17 @@ def _keep(folder: Path | None, name: str, content: bytes) -> None:
             cache.put(folder, name, content)
 
 
-def _build(compiler: list[str], flags: tuple[str, ...], source: Path, linked: Path) -> Path:
+def _build(compiler: list[str], source: Source, linked: Path) -> Path:
     compiled = linked.with_suffix(".o")
     # Some versions of clang know the machine's own processor as -mcpu=native on ARM, and others not at all.
     for native in (("-march=native",), ("-mcpu=native",), ()):
         try:
-            _run([*compiler, *native, *flags, str(source), "-o", str(compiled)])
+            _run([*compiler, *native, *source.flags, str(source.path), "-o", str(compiled)])
             break
         except BuildError as error:
             if not native or "native" not in str(error):
                 raise
-    _run([*compiler, *_LINK, str(compiled), "-o", str(linked)])
+    _run([*compiler, str(compiled), *source.link, "-o", str(linked)])
     return linked
 
 

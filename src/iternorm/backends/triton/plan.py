@@ -383,6 +383,10 @@ class Plan:
         A buffer that was kept for the next call would lie in the memory pool of the graph that this one may be
         captured in, which belongs to the graph alone.
         """
+        return x.new_empty(self.work_size(name), dtype=torch.float32)
+
+    def work_size(self, name: str) -> int:
+        """The elements of the workspace."""
         size = self._sizes.get(name)
         if size is None:
             padded, count = self.layout.padded, self.layout.num_groups
@@ -393,7 +397,7 @@ class Plan:
             if backward and self.exchange is not None:
                 size = -(-size // 4) * 4 + self.exchange.vectors
             self._sizes[name] = size
-        return x.new_empty(size, dtype=torch.float32)
+        return size
 
     def _samples_of(self, name: str) -> int:
         """How many samples a program has, if there are so many left."""

@@ -31,6 +31,7 @@ __all__ = [
     "lacking",
     "on_device",
     "plan_of_state",
+    "split_for",
     "state_size",
     "unsupported",
 ]
@@ -111,31 +112,39 @@ def forward(
     has_gaps = not (plan.at.even and plan.counts)
     state = (x.new_zeros if zeroed and has_gaps else x.new_empty)(plan.at.size, dtype=torch.float32)
     y = torch.empty_like(x)
-    stream, given = given_to(x.device, x, y, state, weight, bias, running_mean, running_matrix, residual)
-    source, target, saved, scale, shift, mean, matrix, added = given
-    partials: Any = plan.workspace(x, "moments")
-    absent, counter = None, num_batches
-    if stream is not None:
-        absent, partials = 0, partials.data_ptr()
-        counter = num_batches.data_ptr() if plan.counts else absent
+    # The partial sums have been read by the time of the iteration, and leave their room to it.
+    partials = plan.workspace(x, "moments")
+    place = None if plan.iteration is None else meeting_place(x)
+    learned = (weight, bias, running_mean, running_matrix)
+    counter = num_batches if plan.counts else None
+    stream, given = given_to(x.device, x, y, state, *learned, residual, partials, counter, place)
+    plan.run(stream, *forward_calls(plan, given, eps, momentum))
+    return (y.contiguous() if transposed else y), state, plan
+
+
+def forward_calls(plan: Plan, given, eps: float, momentum: float | None) -> tuple[tuple, tuple]:
+    """The launches of a forward pass, and their arguments.
+
+    `given` are x, y, the state, weight, bias, running mean and matrix, what is added, the workspace, the counter of
+    batches and the meeting place: addresses, 0 for what is absent, or tensors.
+    """
+    source, target, saved, scale, shift, mean, matrix, added, partials, counter, place = given
+    absent = 0 if isinstance(source, int) else None
     batch_mean, variance, batches, covariance, whitening, iterates = parts_of(saved, plan)
     if not plan.counts:
         batches = absent
     moments = (source, source, absent, absent, absent, absent, partials)
     reduction = (partials, covariance, batch_mean, variance, counter, batches, absent, absent)
-    # The partial sums have been read by the time of the iteration, and leave their room to it.
-    place = None if plan.iteration is None else meeting_place(x)
     names, arguments = whitening_calls(
         plan,
         (source, target, added),
         (covariance, batch_mean, variance, whitening, iterates),
         (scale, shift, mean, matrix, counter, batches),
-        (partials, place if stream is None or place is None else place.data_ptr()),
+        (partials, place),
         eps,
         momentum,
     )
-    plan.run(stream, ("moments", "reduce", *names), (moments, reduction, *arguments))
-    return (y.contiguous() if transposed else y), state, plan
+    return ("moments", "reduce", *names), (moments, reduction, *arguments)
 
 
 def whitening_calls(plan: Plan, activations, batch, learned, work, eps, momentum) -> tuple[tuple, tuple]:
@@ -181,35 +190,41 @@ def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, 
     grad_weight = None if weight is None else torch.empty_like(grad_bias)
     dx = torch.empty_like(x) if needs_input else None
     passed = torch.empty_like(x) if plan.keeps_gradient else None
-    stream, given = given_to(x.device, x, grad, output, state, dx, weight, grad_weight, grad_bias, more, passed)
-    source, gradient, positive, saved, target, scale, scale_gradient, grad_sum, second_gradient, kept = given
-    cross: Any = plan.workspace(x, "cross_moments")
-    # The first part of the workspace is for the reduced matrix, the rest for the partials. The iteration has all of it.
-    half = layout.num_groups * layout.padded**2
-    if stream is not None:
-        cross = cross.data_ptr()
-        absent, partials = 0, cross + 4 * half
-    else:
-        absent, partials = None, cross[half:]
-    mean, _, _, covariance, whitening, iterates = parts_of(saved, plan)
-    names = ("cross_moments", "cross_reduce")
-    first = (gradient, source, positive, second_gradient, kept, mean, partials)
-    arguments = (first, (partials, cross, grad_sum, absent, absent, absent, absent, absent))
-    activations = (gradient, source, positive, target) if passed is None else (kept, source, absent, target)
+    cross = plan.workspace(x, "cross_moments")
     place = None if plan.iteration is None else meeting_place(x)
-    following, values = gradient_calls(
+    gradients = (grad_weight, grad_bias, passed)
+    stream, given = given_to(x.device, x, grad, output, state, dx, weight, *gradients, cross, place, more)
+    plan.run(stream, *backward_calls(plan, given, eps, needs_input))
+    if transposed:
+        dx, passed = (None if t is None else t.contiguous() for t in (dx, passed))
+    return dx, grad_weight, grad_bias, passed
+
+
+def backward_calls(plan: Plan, given, eps: float, needs_input: bool) -> tuple[tuple, tuple]:
+    """The launches of a backward pass, and their arguments.
+
+    `given` are x, the gradient of the output, the output, the state, the gradient of x, weight, the gradients of weight
+    and bias, the gradient that passed the activation, the workspace, the meeting place, and what the gradient of the
+    output is the sum of beside the first: addresses, 0 for what is absent, or tensors.
+    """
+    source, gradient, positive, saved, target, scale, scale_gradient, grad_sum, kept, cross, place, more = given
+    # The first part of the workspace is for the reduced matrix, the rest for the partials. The iteration has all of it.
+    half = plan.layout.num_groups * plan.layout.padded**2
+    absent, partials = (0, cross + 4 * half) if isinstance(cross, int) else (None, cross[half:])
+    mean, _, _, covariance, whitening, iterates = parts_of(saved, plan)
+    first = (gradient, source, positive, more, kept, mean, partials)
+    second = (partials, cross, grad_sum, absent, absent, absent, absent, absent)
+    activations = (kept, source, absent, target) if plan.keeps_gradient else (gradient, source, positive, target)
+    names, arguments = gradient_calls(
         plan,
         activations,
         (cross, covariance, mean, whitening, iterates, grad_sum),
         (scale, scale_gradient),
-        (partials, place if stream is None or place is None else place.data_ptr()),
+        (partials, place),
         eps,
         needs_input,
     )
-    plan.run(stream, (*names, *following), (*arguments, *values))
-    if transposed:
-        dx, passed = (None if t is None else t.contiguous() for t in (dx, passed))
-    return dx, grad_weight, grad_bias, passed
+    return ("cross_moments", "cross_reduce", *names), (first, second, *arguments)
 
 
 def gradient_calls(plan: Plan, activations, batch, learned, work, eps, needs_input) -> tuple[tuple, tuple]:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 
@@ -153,7 +154,7 @@ class Launch:
             able = device_of(device).launches_dependents
             fixed = (*constants.items(), ("PDL", able))
             options = (kernel, types, fixed, warps, device.index, dependent and able, cooperative)
-            call, before, after, at_once = _compiled(*options)
+            self._compiled, call, before, after, at_once = _compiled(*options)
             if cooperative:
                 self.grid = (min(grid[0], at_once), 1)
                 self._options["launch_cooperative_grid"] = True
@@ -167,6 +168,33 @@ class Launch:
         else:
             call, grid, before, after = self.prepared
             call(*grid, stream, *before, *values, *after)
+
+    def for_driver(self) -> "ForDriver | None":
+        """What the driver wants to know of the launch; None if this version of Triton is not known well enough."""
+        return _for_driver(self._compiled)
+
+
+class ForDriver(NamedTuple):
+    """A compiled kernel as CUDA's driver launches it, without Triton.
+
+    Attributes:
+        function: The driver's handle.
+        threads: Of a program.
+        shared: Bytes of shared memory.
+        dependent: Whether it is a dependent launch.
+        cooperative: Whether all programs run at once.
+        types: Of every argument, as Triton names them: "*" and a dtype, "fp32", "i32", "i64". A "constexpr" is not
+            passed.
+        trailing: Pointers that follow the arguments, all zero.
+    """
+
+    function: int
+    threads: int
+    shared: int
+    dependent: bool
+    cooperative: bool
+    types: tuple
+    trailing: int
 
 
 class Launches:
@@ -207,15 +235,15 @@ class Launches:
 @functools.cache
 def _compiled(
     kernel, types: tuple, constants: tuple, warps: int, device: int, dependent: bool, cooperative: bool
-) -> tuple[Any, tuple, tuple, int]:
-    """What to call, what goes before and after the arguments of a launch, and how many programs can run at once."""
+) -> tuple[Any, Any, tuple, tuple, int]:
+    """A kernel, what to call, what goes before and after its arguments, and how many programs can run at once."""
     with torch.cuda.device(device):
         # Programmatic dependent launch: the kernels wait for the launch before them by themselves.
         words = {"num_warps": warps, "launch_pdl": dependent, "launch_cooperative_grid": cooperative}
         compiled = kernel.warmup(*types, grid=(1,), **dict(constants), **words)
         compiled._init_handles()
         at_once = _at_once(compiled, device) if cooperative else 0
-    return *_call_of(compiled), tuple(value for _, value in constants), at_once
+    return compiled, *_call_of(compiled), tuple(value for _, value in constants), at_once
 
 
 def _at_once(compiled, device: int) -> int:
@@ -238,3 +266,26 @@ def _call_of(compiled) -> tuple[Any, tuple]:
     # In Triton 3.5 and 3.6 the Python around this only allocates scratch memory, of which there is none. Since 3.7 it
     # also knows the signature.
     return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *metadata)
+
+
+# Whose kernels take two pointers to scratch memory after their own arguments.
+_KNOWN_TRITONS = ("3.5.", "3.6.")
+
+
+def _for_driver(compiled) -> ForDriver | None:
+    run, metadata = compiled.run, compiled.metadata
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    if scratch or metadata.num_ctas != 1 or not triton.__version__.startswith(_KNOWN_TRITONS):
+        return None
+    words = run.launch_pdl, run.launch_cooperative_grid
+    types = tuple(compiled.src.signature.values())
+    return ForDriver(compiled.function, 32 * metadata.num_warps, metadata.shared, *map(bool, words), types, 2)
+
+
+@functools.cache
+def driver_launcher() -> int:
+    """The address of the driver's function that launches a kernel."""
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address

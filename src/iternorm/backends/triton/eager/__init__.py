@@ -1,0 +1,1 @@
+"""An eager training step without Python: recorded once from the code beside, then launched from C++."""

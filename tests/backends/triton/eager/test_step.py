@@ -1,0 +1,272 @@
+"""A step that is launched from C++ is the step that Python launches, bit for bit."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from checks import correlated
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from iternorm import IterNorm2d
+from iternorm.backends.triton.eager import library
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("with a GPU the kernels are compiled: gpu/test_eager.py", allow_module_level=True)
+from driver import Driver
+
+SHAPE = (5, 6, 2, 2)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    return Driver(monkeypatch)
+
+
+def batch(dtype=torch.float32, shape=SHAPE) -> torch.Tensor:
+    return correlated(*shape, dtype=torch.float32).to(dtype)
+
+
+def steps(layer, count=2, residual=False, channels_last=False, dtype=torch.float32, shape=SHAPE) -> list[torch.Tensor]:
+    """Outputs, gradients and state of training steps."""
+    found = []
+    torch.manual_seed(1)
+    for _ in range(count):
+        format = torch.channels_last if channels_last else torch.contiguous_format
+        x = batch(dtype, shape).contiguous(memory_format=format).requires_grad_()
+        z = batch(dtype, shape).contiguous(memory_format=format).requires_grad_() if residual else None
+        y = layer(x, residual=z)
+        y.backward(batch(dtype, shape))
+        found += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+        found += [] if z is None else [z.grad]
+    return [*found, *(value.clone() for value in layer.state_dict().values())]
+
+
+CASES = [
+    {},
+    {"affine": False},
+    {"bias": False},
+    {"track_running_stats": False},
+    {"running": "covariance"},
+    {"momentum": None},
+    {"activation": "relu"},
+    {"num_iters": 2},
+]
+
+
+@pytest.mark.parametrize("arguments", CASES, ids=str)
+def test_steps_from_cpp_are_those_from_python(arguments, driver, poisoned_memory):
+    options = {"group_size": 4, "num_iters": 1, "impl": "triton", **arguments}
+    layer, other = IterNorm2d(6, **options), IterNorm2d(6, **options)
+    found = steps(layer)
+    # The first batch is checked in Python; the next is launched from C++, three kernels each way.
+    assert len(driver.launched) == 6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_found", None)
+        expected = steps(other)
+    assert len(driver.launched) == 6
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("dtype", "channels_last"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_a_residual_in_dtypes_and_layouts(dtype, channels_last, driver, poisoned_memory):
+    layers = [IterNorm2d(6, group_size=4, num_iters=1, impl="triton", activation="relu") for _ in range(2)]
+    arguments = {"residual": True, "channels_last": channels_last, "dtype": dtype}
+    found = steps(layers[0], **arguments)
+    assert len(driver.launched) == 6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_found", None)
+        expected = steps(layers[1], **arguments)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.stride() == theirs.stride()
+
+
+def test_groups_above_64_channels(driver, poisoned_memory):
+    shape = (20, 66, 2, 1)
+    found, expected = (IterNorm2d(66, group_size=None, num_iters=1, impl="triton") for _ in range(2))
+    found = steps(found, 2, shape=shape)
+    assert len(driver.launched) == 9
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_found", None)
+        expected = steps(expected, 2, shape=shape)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def used_layer(**arguments) -> IterNorm2d:
+    """A layer whose next batch, if it is like those before, is launched from C++."""
+    layer = IterNorm2d(6, group_size=4, num_iters=1, impl="triton", **arguments)
+    for _ in range(2):
+        layer(batch().requires_grad_())
+    return layer
+
+
+def like(layer) -> IterNorm2d:
+    """A layer in the same state, whose next batch is launched from Python."""
+    other = IterNorm2d(6, group_size=4, num_iters=1, impl="triton", activation=layer.activation)
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+def test_a_graph_of_the_backward(driver):
+    layer = used_layer()
+    x, weights = batch().requires_grad_(), batch()
+    other = like(layer)
+    driver.launched.clear()
+    results = []
+    for each in (layer, other):
+        (grad,) = torch.autograd.grad((each(x) * weights).sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(grad.square().sum(), [x, each.weight]))
+    assert len(driver.launched) == 3
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_many_gradients_at_once(driver):
+    layer = used_layer()
+    x, grads = batch().requires_grad_(), torch.stack([batch(), batch()])
+    y = layer(x)
+    (together,) = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
+    for one, grad in zip(together, grads, strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(y, x, grad, retain_graph=True)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_is_kept_or_freed(driver):
+    layer, x = used_layer(), batch().requires_grad_()
+    y = layer(x)
+    first = torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(y.square().sum(), x)[0])
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y.square().sum(), x)
+
+
+def test_an_input_that_was_changed_is_noticed(driver):
+    layer, leaf = used_layer(), batch().requires_grad_()
+    x = leaf * 1
+    y = layer(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_gradients_that_are_asked_for(driver):
+    layer = used_layer(activation="relu")
+    layer.bias.requires_grad_(False)
+    other = like(layer)
+    other.bias.requires_grad_(False)
+    x, z = batch().requires_grad_(), batch()
+    for each in (layer, other):
+        each(x, residual=z).square().sum().backward()
+    assert layer.bias.grad is None
+    assert torch.equal(layer.weight.grad, other.weight.grad)
+
+
+def test_an_input_without_a_gradient_goes_through_python(driver):
+    layer, x = used_layer(), batch()
+    driver.launched.clear()
+    other = like(layer)
+    for each in (layer, other):
+        each(x).square().sum().backward()
+    assert not driver.launched
+    assert torch.equal(layer.weight.grad, other.weight.grad)
+
+
+def test_without_gradients_at_all(driver):
+    layer = used_layer()
+    other = like(layer)
+    driver.launched.clear()
+    x = batch()
+    with torch.no_grad():
+        y = layer(x)
+        assert len(driver.launched) == 3
+        assert not y.requires_grad
+        assert torch.equal(y, other(x))
+
+
+@pytest.mark.parametrize("change", ["eps", "momentum", "precision", "strides", "shape", "weight", "buffers"])
+def test_a_batch_unlike_the_one_before(change, driver, precision):
+    layer, x = used_layer(), batch().requires_grad_()
+    other = like(layer)
+    for each in (layer, other):
+        if change in ("eps", "momentum"):
+            setattr(each, change, 0.5)
+        elif change == "weight":
+            each.weight = nn.Parameter(torch.arange(6.0, dtype=torch.bfloat16))
+        elif change == "buffers":
+            each.to(torch.bfloat16)
+    if change == "precision":
+        precision("high")
+    elif change == "strides":
+        x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+    elif change == "shape":
+        x = x.detach()[:5].requires_grad_()
+    for _ in range(2):
+        results = [
+            (*torch.autograd.grad((y := each(x)).square().sum(), [x, each.weight]), y) for each in (layer, other)
+        ]
+        for ours, theirs in zip(*results, strict=True):
+            assert torch.equal(ours, theirs)
+    for ours, theirs in zip(layer.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_memory_that_is_not_aligned(driver):
+    layer = used_layer()
+    other = like(layer)
+    driver.launched.clear()
+    size = batch().numel()
+    x = torch.empty(size + 1)[1:].view(SHAPE).copy_(batch()).requires_grad_()
+    for each in (layer, other):
+        each(x)
+    assert not driver.launched
+    assert torch.equal(layer.running_whitening, other.running_whitening)
+
+
+def test_checkpointed_and_saved_elsewhere(driver):
+    layer, x = used_layer(), batch().requires_grad_()
+    expected = torch.autograd.grad(like(layer)(x).square().sum(), x)[0]
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t):
+        y = layer(x)
+    assert packed
+    assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected)
+    layer.load_state_dict(like(layer).state_dict())
+    y = checkpoint(layer, x, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected)
+
+
+def test_copies_begin_anew(driver):
+    layer, x = used_layer(), batch().requires_grad_()
+    for each in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        driver.launched.clear()
+        each(x)
+        assert not driver.launched or len(driver.launched) == 3
+        assert torch.equal(each.weight, layer.weight)
+
+
+def test_a_launch_that_fails_raises(driver):
+    layer, x = used_layer(), batch().requires_grad_()
+    driver.failing = 719
+    with pytest.raises(RuntimeError, match="CUDA error 719"):
+        layer(x)
+    driver.failing = 0
+    y = layer(x)
+    driver.failing = 719
+    with pytest.raises(RuntimeError, match="CUDA error 719"):
+        y.sum().backward()
+
+
+def test_an_error_of_pythons_backward_reaches_the_caller(driver, monkeypatch):
+    layer, x = used_layer(), batch().requires_grad_()
+    y = layer(x)
+
+    def fail(*arguments):
+        raise KeyError("a reason")
+
+    monkeypatch.setattr("iternorm.whitening.fused._graph_backward", fail)
+    with pytest.raises(KeyError, match="a reason"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
