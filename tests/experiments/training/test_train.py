@@ -161,6 +161,20 @@ def test_checkpoints_are_as_far_apart_as_they_should_be(tmp_path, monkeypatch):
     assert saved == [1, 2, 3]
 
 
+def test_a_full_disk_at_the_end_does_not_lose_the_run(tmp_path, monkeypatch):
+    expected = timeless(train(MLP, context(tmp_path / "roomy")))
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_to_disk", full)
+    with pytest.warns(UserWarning, match=r"checkpoint-000003 could not be written: No space left on device.*finished"):
+        assert timeless(train(MLP, context(tmp_path / "full"))) == expected
+    # Before the end there is more to lose than a checkpoint.
+    with pytest.raises(OSError, match=r"checkpoint-000001 could not be written"):
+        train(MLP, context(tmp_path / "full"), checkpoint_seconds=0)
+
+
 def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
     train(MLP, context(tmp_path))
     with pytest.raises(CheckpointError, match="norm='BN'"):

@@ -239,7 +239,7 @@ class _Run:
             )
             begun = time.monotonic()
             if self.accelerator.is_main_process and (is_last or begun - last_saved >= least_age):
-                checkpoint.save(self.context.folder, self.recipe, rows, self.model, self.optimizer)
+                self._save(rows, is_last=is_last)
                 last_saved = time.monotonic()
                 if checkpoint_seconds is None:
                     least_age = max(CHECKPOINT_SECONDS, CHECKPOINT_SHARE * (last_saved - begun))
@@ -247,6 +247,15 @@ class _Run:
         self.accelerator.wait_for_everyone()
         self.watch.end()
         return rows
+
+    def _save(self, rows: list[Row], *, is_last: bool) -> None:
+        try:
+            checkpoint.save(self.context.folder, self.recipe, rows, self.model, self.optimizer)
+        except OSError as error:
+            # The rows are complete, and take so little room that they may be saved all the same.
+            if not is_last:
+                raise
+            warnings.warn(f"{error}; the run is finished without it", stacklevel=2)
 
     def _resume(self) -> list[Row]:
         """The rows of the last checkpoint, whose weights are put into the network."""
