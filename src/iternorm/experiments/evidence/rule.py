@@ -67,12 +67,17 @@ def difference(low: Seeds, high: Seeds, num_test: int | None = None) -> Differen
         num_test: Where the numbers are errors in percent on so many test examples: with one seed, the standard error is
             that of their binomial distributions.
     """
-    num_seeds = min(len(low.values), len(high.values))
-    squares = [low.squared_error, high.squared_error]
-    if num_seeds == 1:
-        squares = [None if num_test is None else _binomial(each.mean, num_test) for each in (low, high)]
-    error = None if squares[0] is None or squares[1] is None else math.sqrt(squares[0] + squares[1])
-    return Difference(high.mean - low.mean, error, num_seeds)
+    squares = squared_errors(low, high, num_test)
+    error = None if squares is None else math.sqrt(sum(squares))
+    return Difference(high.mean - low.mean, error, min(len(low.values), len(high.values)))
+
+
+def squared_errors(low: Seeds, high: Seeds, num_test: int | None = None) -> tuple[float, float] | None:
+    """The squares of the standard errors of two means, as `difference` takes them; None where they are not known."""
+    squares = low.squared_error, high.squared_error
+    if min(len(low.values), len(high.values)) == 1 and num_test is not None:
+        squares = _binomial(low.mean, num_test), _binomial(high.mean, num_test)
+    return None if squares[0] is None or squares[1] is None else (squares[0], squares[1])
 
 
 def _binomial(percent: float, num_test: int) -> float:
