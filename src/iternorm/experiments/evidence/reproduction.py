@@ -94,7 +94,10 @@ def _does_it_pay(contrasts: Sequence[Contrast]) -> list[Block]:
     rows, missing = pays.rows(contrasts)
     if not rows:
         return []
-    found: list[Block] = ["**Does it pay?** Final test errors in %, whichever way they came out."]
+    found: list[Block] = [
+        "**Does it pay?** Final test errors in %, whichever way they came out. ± here is the standard error of the "
+        "difference; where a side has one seed, the binomial error of the test set."
+    ]
     found.append(Table(*pays.cells(rows)))
     return [*found, f"Not run with both: {'; '.join(missing)}."] if missing else found
 
