@@ -168,9 +168,9 @@ def is_no_lower(low: Seeds, high: Seeds, *, visible: float, num_test: int | None
     if lower.verdict is Verdict.ONE_SEED:
         points = {True: False, False: True, None: True if sees else None}
         return Finding(Verdict.ONE_SEED, points[lower.points])
-    if lower.verdict is Verdict.UNDECIDED and sees and not low.num_diverged + high.num_diverged:
-        if min(len(low.values), len(high.values)) >= LEAST_SEEDS:
-            return Finding(Verdict.HOLDS)
+    enough = min(len(low.values), len(high.values)) >= LEAST_SEEDS and not low.num_diverged + high.num_diverged
+    if lower.verdict is Verdict.UNDECIDED and sees and enough:
+        return Finding(Verdict.HOLDS)
     return Finding(opposite.get(lower.verdict, lower.verdict))
 
 
