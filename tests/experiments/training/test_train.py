@@ -161,6 +161,29 @@ def test_checkpoints_are_as_far_apart_as_they_should_be(tmp_path, monkeypatch):
     assert saved == [1, 2, 3]
 
 
+def test_checkpoints_that_take_long_take_a_fiftieth_of_the_time(tmp_path, monkeypatch):
+    now, saved = [0.0], []
+    monkeypatch.setattr(train_module.time, "monotonic", lambda: now[0])
+    # A row takes 12 seconds, a checkpoint one.
+    monkeypatch.setattr(train_module.Watch, "begin", passing(now, 12.0, train_module.Watch.begin))
+
+    def slow(folder, recipe, rows, *rest):
+        now[0] += 1.0
+        saved.append(len(rows))
+
+    monkeypatch.setattr(train_module.checkpoint, "save", slow)
+    train(replace(MLP, epochs=12), context(tmp_path))
+    assert saved == [1, 6, 11, 12]
+
+
+def passing(now, seconds, real):
+    def call(*arguments):
+        now[0] += seconds
+        return real(*arguments)
+
+    return call
+
+
 def test_a_full_disk_at_the_end_does_not_lose_the_run(tmp_path, monkeypatch):
     expected = timeless(train(MLP, context(tmp_path / "roomy")))
 

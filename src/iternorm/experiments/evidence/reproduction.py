@@ -83,8 +83,9 @@ def _collect(root: Path, experiments: Sequence[Experiment] | None = None) -> tup
         summary.append(Table(("id", "what", "claims", "runs"), tuple(rows)))
     if counted:
         summary.append(f"Of {len(counted)} claims of the paper: {_counted(counted)}.")
-    legend = tuple((Verdicts(((verdict, verdict.value),)), meaning) for verdict, meaning in _MEANINGS.items())
-    summary += ["What the verdicts mean:", Table(("verdict", "it takes"), legend)]
+    if any(row[2].said for row in rows):
+        legend = tuple((Verdicts(((verdict, verdict.value),)), meaning) for verdict, meaning in _MEANINGS.items())
+        summary += ["What the verdicts mean:", Table(("verdict", "it takes"), legend)]
     title = _TITLE if experiments is None else sections[0].title if len(chosen) == 1 else "Studies"
     return title, summary, sections
 
