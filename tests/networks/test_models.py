@@ -42,7 +42,7 @@ def test_vgg_normalizes_every_convolution_and_then_rectifies():
 @pytest.mark.parametrize("label", ["IterNorm T=5", "IterNorm T=5 d=8", "DBN-16", "SyncIterNorm T=5 d=8"])
 def test_a_vgg_whose_whitening_layers_rectify_is_the_same_network(label):
     whole = build("vgg", label, 10, (3, 32, 32), width=1 / 32).double()
-    assert not any(isinstance(layer, nn.ReLU) for layer in whole.features)
+    assert not any(isinstance(layer, nn.ReLU) for layer in whole.modules())
     apart = VGG(10, make_norm(label), blocks=[(width // 32, depth) for width, depth in VGG_BLOCKS]).double()
     assert sum(isinstance(layer, nn.ReLU) for layer in apart.features) == 16
     # Names and shapes are the same, so that checkpoints of one are those of the other.
@@ -62,7 +62,7 @@ def test_a_vgg_whose_whitening_layers_rectify_is_the_same_network(label):
 
 def test_batch_norm_leaves_the_relu_to_the_network():
     model = build("vgg", "BN", 10, (3, 32, 32), width=1 / 32)
-    assert sum(isinstance(layer, nn.ReLU) for layer in model.features) == 16
+    assert sum(isinstance(layer, nn.ReLU) for layer in model.modules()) == 16
 
 
 def test_vgg_maps_images_to_classes_and_starts_with_a_small_head():

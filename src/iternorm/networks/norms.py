@@ -73,13 +73,9 @@ def make_norm(
         return partial(nn.BatchNorm1d if rank == 1 else nn.BatchNorm2d, eps=eps)
     if operation.solver != "newton":
         kind = DecorrelatedBatchNorm1d if rank == 1 else DecorrelatedBatchNorm2d
-        return partial(
-            kind, eps=eps, group_size=operation.group_size, solver=operation.solver, activation=activation
-        )
+        return partial(kind, eps=eps, group_size=operation.group_size, solver=operation.solver, activation=activation)
     kind = SyncIterNorm if synchronized else IterNorm1d if rank == 1 else IterNorm2d
-    return partial(
-        kind, eps=eps, group_size=operation.group_size, num_iters=operation.num_iters, activation=activation
-    )
+    return partial(kind, eps=eps, group_size=operation.group_size, num_iters=operation.num_iters, activation=activation)
 
 
 def is_iterated(label: str) -> bool:

@@ -77,8 +77,8 @@ def claims(results: Sequence[Result]) -> list[Claim]:
             other = outcomes.finals(outcomes.select(results, model, norm))
             names = NAMES[ITERNORM], NAMES[norm]
             found.append(outcomes.claim_lower(text, names, (iternorm, other), outcomes.num_test(results)))
-    seeds = [outcomes.finals(outcomes.select(results, "wrn-28-10", norm)) for norm in (ITERNORM, BN)]
-    return [*found, _claim_improvement(*seeds, outcomes.num_test(results))]
+    iternorm, baseline = (outcomes.finals(outcomes.select(results, "wrn-28-10", norm)) for norm in (ITERNORM, BN))
+    return [*found, _claim_improvement(iternorm, baseline, outcomes.num_test(results))]
 
 
 def _claim_improvement(iternorm: Seeds, baseline: Seeds, num_test: int | None) -> Claim:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 # A checkpoint is skipped if the last one is younger than this, or younger than so many times the time it took to write:
-# on a slow disk the checkpoints of short epochs would otherwise take longer than the epochs. One of the paper's VGG, 153
-# MiB and up, takes half a second on two cores of an AMD EPYC.
+# on a slow disk the checkpoints of short epochs would otherwise take longer than the epochs. One of the paper's VGG has
+# 153 MiB and takes half a second on two cores of an AMD EPYC.
 CHECKPOINT_SECONDS, CHECKPOINT_SHARE = 10.0, 50
 
 
