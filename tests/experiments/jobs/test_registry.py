@@ -234,6 +234,17 @@ def test_table_a1_has_the_papers_layers(tmp_path):
     assert "the paper 5.65 ms" in shown[0].note
 
 
+def test_the_papers_marks_stand_on_no_time_of_table_a1():
+    figure = tableA1.plot(registry.survey(registry.get("tableA1"), ROOT / "results").finished)
+    figure.canvas.draw()
+    for axes in figure.axes:
+        marks = [place for group in axes.collections for place in axes.transData.transform(group.get_offsets())]
+        assert len(marks) >= 5
+        for text in axes.texts:
+            box = text.get_window_extent()
+            assert not any(box.contains(*mark) for mark in marks), (axes.get_title(), text.get_text())
+
+
 def test_table_a1_takes_eager_calls_of_the_gpus_benchmark():
     def candidate(name, layout, milliseconds, ratio):
         samples = [milliseconds - 0.1, milliseconds, milliseconds + 0.2]
