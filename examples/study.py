@@ -84,7 +84,7 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
 
 
 def claims(results: Sequence[Result]) -> list[Claim]:
-    """Three seeds and two standard errors decide; see `iternorm.experiments.rule`."""
+    """Three seeds and two standard errors decide; see `iternorm.experiments.evidence.rule`."""
     runs = by(results, "norm")
     num_test = len(datasets.load("digits", "test").labels)
     return [

@@ -1,6 +1,7 @@
 """A study of somebody's own: from a file, through jobs, resume and report."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -182,3 +183,12 @@ def test_the_command_line_takes_a_file(tmp_path):
     text = (tmp_path / "mine.md").read_text()
     assert text.startswith("# mine\n")
     assert "```sh\niternorm run mine.py\n```" in text
+    # Without claims there are no verdicts to explain.
+    assert "verdict" not in text
+
+
+def test_a_command_can_be_pasted_whatever_the_folder_is_called(tmp_path):
+    folder = tmp_path / "my studies"
+    folder.mkdir()
+    path = written(folder)
+    assert shlex.split(registry.get(str(path)).field("Command")) == ["iternorm", "run", str(path)]

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import iternorm
-from iternorm.networks.models import MLP, NAMES, VGG, build
+from iternorm.networks.models import MLP, NAMES, VGG, VGG_BLOCKS, build
+from iternorm.networks.norms import make_norm
 from iternorm.networks.residual import ResNet, WideResNet
 
 
@@ -36,6 +37,32 @@ def test_vgg_normalizes_every_convolution_and_then_rectifies():
     assert kinds == [*layer, *layer, "MaxPool2d", *layer, "AvgPool2d"]
     assert [norm.num_channels for norm in model.features if isinstance(norm, nn.GroupNorm)] == [4, 4, 8]
     assert not any(isinstance(layer, nn.GroupNorm) for layer in VGG(10, blocks=((4, 1),)).features)
+
+
+@pytest.mark.parametrize("label", ["IterNorm T=5", "IterNorm T=5 d=8", "DBN-16", "SyncIterNorm T=5 d=8"])
+def test_a_vgg_whose_whitening_layers_rectify_is_the_same_network(label):
+    whole = build("vgg", label, 10, (3, 32, 32), width=1 / 32).double()
+    assert not any(isinstance(layer, nn.ReLU) for layer in whole.modules())
+    apart = VGG(10, make_norm(label), blocks=[(width // 32, depth) for width, depth in VGG_BLOCKS]).double()
+    assert sum(isinstance(layer, nn.ReLU) for layer in apart.features) == 16
+    # Names and shapes are the same, so that checkpoints of one are those of the other.
+    apart.load_state_dict(whole.state_dict())
+    images = torch.randn(8, 3, 32, 32, dtype=torch.float64)
+    for training in (True, False):
+        outputs = []
+        for model in (whole, apart):
+            model.train(training).zero_grad()
+            model(images).square().sum().backward()
+            outputs.append([model(images), *(parameter.grad for parameter in model.parameters())])
+        # The same operations in the same order.
+        torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    for one, other in zip(whole.buffers(), apart.buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_batch_norm_leaves_the_relu_to_the_network():
+    model = build("vgg", "BN", 10, (3, 32, 32), width=1 / 32)
+    assert sum(isinstance(layer, nn.ReLU) for layer in model.modules()) == 16
 
 
 def test_vgg_maps_images_to_classes_and_starts_with_a_small_head():

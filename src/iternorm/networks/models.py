@@ -73,7 +73,8 @@ class VGG(nn.Module):
 
     Args:
         num_classes: The number of outputs.
-        norm: Makes the normalization of a layer from its number of channels; None has none.
+        norm: Makes the normalization of a layer from its number of channels; None has none. One with
+            ``activation="relu"`` needs no ReLU after it.
         in_channels: The channels of an image.
         blocks: The width and the number of the convolutions of each block. An image is as wide as 2 to the power of
             their number, so that one value a channel is left.
@@ -100,7 +101,9 @@ class VGG(nn.Module):
             for _ in range(depth):
                 layers.append(nn.Conv2d(channels, width, kernel_size=3, padding=1, bias=False))
                 layers.append(nn.Identity() if norm is None else norm(width))
-                layers.append(nn.ReLU(inplace=True))
+                # A layer that rectifies its own output leaves nothing to do there; names stay as they are.
+                rectified = getattr(layers[-1], "activation", None) == "relu"
+                layers.append(nn.Identity() if rectified else nn.ReLU(inplace=True))
                 channels = width
             layers.append(nn.AvgPool2d(2) if index == len(blocks) - 1 else nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
@@ -170,5 +173,7 @@ def build(
                 f"in_shape={in_shape}: vgg takes images of {side}x{side}, its last pooling leaves one value"
             )
         blocks = [(scaled(block_width, width), depth) for block_width, depth in VGG_BLOCKS]
-        return VGG(num_classes, norms.make_norm(norm, eps), in_channels=channels, blocks=blocks)
+        # On a GPU a ReLU in the layer saves three passes over the activation.
+        make = norms.make_norm(norm, eps, activation="relu")
+        return VGG(num_classes, make, in_channels=channels, blocks=blocks)
     raise ValueError(f"no network is called {name!r}: {norms.nearest(name, NAMES)}")

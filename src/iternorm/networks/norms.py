@@ -33,7 +33,9 @@ class PlacedNorms(NamedTuple):
     feature_norm: NormFactory | None
 
 
-def make_norm(label: str, eps: float = 1e-5, rank: Literal[1, 2] = 2) -> NormFactory | None:
+def make_norm(
+    label: str, eps: float = 1e-5, rank: Literal[1, 2] = 2, *, activation: str | None = None
+) -> NormFactory | None:
     """The layer of a label, as a callable that takes the number of features.
 
     Args:
@@ -42,6 +44,8 @@ def make_norm(label: str, eps: float = 1e-5, rank: Literal[1, 2] = 2) -> NormFac
             ``Sync`` before an IterNorm, whose statistics are then those of all processes.
         eps: Added to the variance, or to the diagonal of the covariance.
         rank: 1 for features ``[N, C]``, 2 for images ``[N, C, H, W]``.
+        activation: What follows the normalization, where a whitening layer can apply it itself; BN leaves it to the
+            network.
 
     Raises:
         ValueError: The label is not known; the nearest ones are named.
@@ -69,9 +73,9 @@ def make_norm(label: str, eps: float = 1e-5, rank: Literal[1, 2] = 2) -> NormFac
         return partial(nn.BatchNorm1d if rank == 1 else nn.BatchNorm2d, eps=eps)
     if operation.solver != "newton":
         kind = DecorrelatedBatchNorm1d if rank == 1 else DecorrelatedBatchNorm2d
-        return partial(kind, eps=eps, group_size=operation.group_size, solver=operation.solver)
+        return partial(kind, eps=eps, group_size=operation.group_size, solver=operation.solver, activation=activation)
     kind = SyncIterNorm if synchronized else IterNorm1d if rank == 1 else IterNorm2d
-    return partial(kind, eps=eps, group_size=operation.group_size, num_iters=operation.num_iters)
+    return partial(kind, eps=eps, group_size=operation.group_size, num_iters=operation.num_iters, activation=activation)
 
 
 def is_iterated(label: str) -> bool:

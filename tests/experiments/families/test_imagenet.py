@@ -173,7 +173,8 @@ def test_one_seed_of_table_2_points_where_50000_images_let_it():
     errors = {"BN": 30.0, "DBN-16-L1": 29.2, L1: 29.0, FULL: 28.8, DF: 28.0}
     found = table2.claims(finished(table2, {("resnet-18", norm): error for norm, error in errors.items()}))
     assert all(claim.verdict is Verdict.ONE_SEED for claim in found)
-    assert [claim.finding.points for claim in found] == [True, True, None, True, True]
+    # That every norm is no better than the first needs a difference of 0.48 points to be visible.
+    assert [claim.finding.points for claim in found] == [True, True, None, None, True]
     assert "± 0.29 (of the test set)" in found[0].evidence
 
 

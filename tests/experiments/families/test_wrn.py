@@ -160,8 +160,11 @@ def test_claims_of_the_table_follow_the_results():
         ((4.00, 4.02), "undecided"),
         # As likely none at all as the paper's.
         ((3.4, 4.2, 3.8), "undecided"),
-        ((3.5,), "one seed only, points to it"),
-        ((3.8,), "one seed only, points against it"),
+        # One seed's error is that of 10,000 test images, 0.27 points of a difference, or 7 % of BN's error.
+        ((3.2,), "one seed only, points to it"),
+        ((3.5,), "one seed only, points neither way"),
+        ((3.8,), "one seed only, points neither way"),
+        ((4.2,), "one seed only, points against it"),
         ((), "not run"),
     ],
 )

@@ -224,6 +224,25 @@ def test_table_a1_has_the_papers_layers(tmp_path):
     assert paper["conv3x3"] == 5.65
     assert paper["IterNorm T=5 d=64"] == 7.40
     assert all(row["median_ms"] > 0 for row in result.rows)
+    assert result.provenance["precision"] == "fp32"
+    # A median stands for as many rounds, and times have as many digits in every line.
+    known = [row for row in result.rows if row["paper_ms"]]
+    rows = [{**row, "median_ms": milliseconds} for row, milliseconds in zip(known, (0.4, 5, 287.4), strict=False)]
+    shown = tableA1.compare([results.Result("tableA1", result.config, rows, 0.0, {})])
+    assert {number.count for number in shown} == {result.config["rounds"]} == {2}
+    assert [number.note.split(" ms;")[0] for number in shown] == ["0.400", "5.00", "287"]
+    assert "the paper 5.65 ms" in shown[0].note
+
+
+def test_the_papers_marks_stand_on_no_time_of_table_a1():
+    figure = tableA1.plot(registry.survey(registry.get("tableA1"), ROOT / "results").finished)
+    figure.canvas.draw()
+    for axes in figure.axes:
+        marks = [place for group in axes.collections for place in axes.transData.transform(group.get_offsets())]
+        assert len(marks) >= 5
+        for text in axes.texts:
+            box = text.get_window_extent()
+            assert not any(box.contains(*mark) for mark in marks), (axes.get_title(), text.get_text())
 
 
 def test_table_a1_takes_eager_calls_of_the_gpus_benchmark():
@@ -265,6 +284,7 @@ def test_table_a1_on_a_gpu_times_128_channels_together_and_both_ways_of_dbn(tmp_
     shape = (64, 128, 32, 32)
     monkeypatch.setattr("iternorm.timing.gpu.comparison.Case", _small_case)
     rows = tableA1.run({"job": "cuda-C128", "shape": list(shape), "device": "cuda", "rounds": 1}, context)
+    assert context.record == {"precision": "tf32"}
     paper = {row["name"]: row["paper_ms"] for row in rows if row["paper_ms"]}
     assert paper == {
         "conv3x3": 13.62, "IterNorm T=3 d=128": 13.32, "IterNorm T=5 d=128": 13.92, "IterNorm T=7 d=128": 14.68,
@@ -272,7 +292,7 @@ def test_table_a1_on_a_gpu_times_128_channels_together_and_both_ways_of_dbn(tmp_
     }  # fmt: skip
     assert {job.layout for job in compiled} == {"NCHW"}
     assert {job.name for job in compiled} >= {"IterNorm T=5 d=128", "DBN d=16 kernels"}
-    result = results.Result("tableA1", {"job": "a", "shape": list(shape), "device": "cuda"}, rows, 0.0, {})
+    result = results.Result("tableA1", {"job": "a", "shape": list(shape), "device": "cuda", "rounds": 1}, rows, 0.0, {})
     cheap, faster = tableA1.claims([result])
     assert cheap.evidence == "time / time of the convolution: on cuda 1.00 with 128 channels"
     assert faster.evidence.endswith("of DBN by our kernels, which the paper did not have, 1.00 with 128 channels")

@@ -161,6 +161,43 @@ def test_checkpoints_are_as_far_apart_as_they_should_be(tmp_path, monkeypatch):
     assert saved == [1, 2, 3]
 
 
+def test_checkpoints_that_take_long_take_a_fiftieth_of_the_time(tmp_path, monkeypatch):
+    now, saved = [0.0], []
+    monkeypatch.setattr(train_module.time, "monotonic", lambda: now[0])
+    # A row takes 12 seconds, a checkpoint one.
+    monkeypatch.setattr(train_module.Watch, "begin", passing(now, 12.0, train_module.Watch.begin))
+
+    def slow(folder, recipe, rows, *rest):
+        now[0] += 1.0
+        saved.append(len(rows))
+
+    monkeypatch.setattr(train_module.checkpoint, "save", slow)
+    train(replace(MLP, epochs=12), context(tmp_path))
+    assert saved == [1, 6, 11, 12]
+
+
+def passing(now, seconds, real):
+    def call(*arguments):
+        now[0] += seconds
+        return real(*arguments)
+
+    return call
+
+
+def test_a_full_disk_at_the_end_does_not_lose_the_run(tmp_path, monkeypatch):
+    expected = timeless(train(MLP, context(tmp_path / "roomy")))
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_to_disk", full)
+    with pytest.warns(UserWarning, match=r"checkpoint-000003 could not be written: No space left on device.*finished"):
+        assert timeless(train(MLP, context(tmp_path / "full"))) == expected
+    # Before the end there is more to lose than a checkpoint.
+    with pytest.raises(OSError, match=r"checkpoint-000001 could not be written"):
+        train(MLP, context(tmp_path / "full"), checkpoint_seconds=0)
+
+
 def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
     train(MLP, context(tmp_path))
     with pytest.raises(CheckpointError, match="norm='BN'"):

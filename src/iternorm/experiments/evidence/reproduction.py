@@ -83,8 +83,9 @@ def _collect(root: Path, experiments: Sequence[Experiment] | None = None) -> tup
         summary.append(Table(("id", "what", "claims", "runs"), tuple(rows)))
     if counted:
         summary.append(f"Of {len(counted)} claims of the paper: {_counted(counted)}.")
-    legend = tuple((Verdicts(((verdict, verdict.value),)), meaning) for verdict, meaning in _MEANINGS.items())
-    summary += ["What the verdicts mean:", Table(("verdict", "it takes"), legend)]
+    if any(row[2].said for row in rows):
+        legend = tuple((Verdicts(((verdict, verdict.value),)), meaning) for verdict, meaning in _MEANINGS.items())
+        summary += ["What the verdicts mean:", Table(("verdict", "it takes"), legend)]
     title = _TITLE if experiments is None else sections[0].title if len(chosen) == 1 else "Studies"
     return title, summary, sections
 
@@ -94,7 +95,10 @@ def _does_it_pay(contrasts: Sequence[Contrast]) -> list[Block]:
     rows, missing = pays.rows(contrasts)
     if not rows:
         return []
-    found: list[Block] = ["**Does it pay?** Final test errors in %, whichever way they came out."]
+    found: list[Block] = [
+        "**Does it pay?** Final test errors in %, whichever way they came out. ± here is the standard error of the "
+        "difference; where a side has one seed, the binomial error of the test set."
+    ]
     found.append(Table(*pays.cells(rows)))
     return [*found, f"Not run with both: {'; '.join(missing)}."] if missing else found
 

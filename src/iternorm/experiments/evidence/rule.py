@@ -28,10 +28,12 @@ class Seeds(NamedTuple):
         """Mean and deviation, ``3.56 ± 0.12 (5 seeds)``, in the given number format, ``.2f``."""
         if not self.values:
             return "diverged" if self.num_diverged else "not run"
-        text = f"{self.mean:{form or '.2f'}} (one seed)"
+        mean = f"{self.mean:{form or '.2f'}}"
+        text = f"{mean} (one seed)"
         if len(self.values) > 1:
-            text = f"{self.mean:{form or '.2f'}} ± {statistics.stdev(self.values):{form or '.2f'}}"
-            text += f" ({len(self.values)} seeds)"
+            # As many decimals as the mean has.
+            same = form or ".2f" if "e" in mean else f".{len(mean.partition('.')[2])}f"
+            text = f"{mean} ± {statistics.stdev(self.values):{same}} ({len(self.values)} seeds)"
         return text + (f", {self.num_diverged} diverged" if self.num_diverged else "")
 
     def __str__(self) -> str:
@@ -65,12 +67,17 @@ def difference(low: Seeds, high: Seeds, num_test: int | None = None) -> Differen
         num_test: Where the numbers are errors in percent on so many test examples: with one seed, the standard error is
             that of their binomial distributions.
     """
-    num_seeds = min(len(low.values), len(high.values))
-    squares = [low.squared_error, high.squared_error]
-    if num_seeds == 1:
-        squares = [None if num_test is None else _binomial(each.mean, num_test) for each in (low, high)]
-    error = None if squares[0] is None or squares[1] is None else math.sqrt(squares[0] + squares[1])
-    return Difference(high.mean - low.mean, error, num_seeds)
+    squares = squared_errors(low, high, num_test)
+    error = None if squares is None else math.sqrt(sum(squares))
+    return Difference(high.mean - low.mean, error, min(len(low.values), len(high.values)))
+
+
+def squared_errors(low: Seeds, high: Seeds, num_test: int | None = None) -> tuple[float, float] | None:
+    """The squares of the standard errors of two means, as `difference` takes them; None where they are not known."""
+    squares = low.squared_error, high.squared_error
+    if min(len(low.values), len(high.values)) == 1 and num_test is not None:
+        squares = _binomial(low.mean, num_test), _binomial(high.mean, num_test)
+    return None if squares[0] is None or squares[1] is None else (squares[0], squares[1])
 
 
 def _binomial(percent: float, num_test: int) -> float:
@@ -110,9 +117,10 @@ def is_lower(low: Seeds, high: Seeds, *, margin: float = 0.0, num_test: int | No
         return Finding(Verdict.NOT_RUN)
     if low.values and high.values:
         finding = decide(difference(low, high, num_test), margin=margin)
-        # The seeds that finished cannot decide for a training in which others diverged.
+        # The seeds that finished cannot decide for a training in which others diverged, nor is the last one the only.
         spoiled = {Verdict.HOLDS: low.num_diverged, Verdict.FAILS: high.num_diverged}.get(finding.verdict, 0)
-        return Finding(Verdict.UNDECIDED) if spoiled else finding
+        left_alone = finding.verdict is Verdict.ONE_SEED and min(runs) > 1
+        return Finding(Verdict.UNDECIDED) if spoiled or left_alone else finding
     if not low.values and not high.values:
         return Finding(Verdict.ONE_SEED if min(runs) == 1 else Verdict.UNDECIDED)
     return decide(Difference(math.inf if low.values else -math.inf, None, min(runs)))
@@ -138,24 +146,31 @@ def _beyond(seeds: Seeds, limit: float, num_test: int | None, *, above: bool) ->
         square = _binomial(seeds.mean, num_test)
     error = None if square is None else math.sqrt(square)
     finding = decide(Difference(sign * (seeds.mean - limit), error, len(seeds.values)))
-    spoiled = seeds.num_diverged and finding.verdict is (Verdict.FAILS if above else Verdict.HOLDS)
+    spoiled = seeds.num_diverged and finding.verdict in (
+        Verdict.ONE_SEED,
+        Verdict.FAILS if above else Verdict.HOLDS,
+    )
     return Finding(Verdict.UNDECIDED) if spoiled else finding
 
 
 def is_no_lower(low: Seeds, high: Seeds, *, visible: float, num_test: int | None = None) -> Finding:
     """Whether the first mean is not significantly below the second.
 
-    To hold, there must be no significant difference where one of the size `visible` would have been seen.
+    To hold, or to point to it, there must be no significant difference where one of the size `visible` would have been
+    seen.
     """
     lower = is_lower(low, high, num_test=num_test)
     opposite = {Verdict.HOLDS: Verdict.FAILS, Verdict.FAILS: Verdict.HOLDS}
+    sees = False
+    if low.values and high.values:
+        error = difference(low, high, num_test).error
+        sees = error is not None and ERRORS * error <= visible
     if lower.verdict is Verdict.ONE_SEED:
-        return Finding(Verdict.ONE_SEED, lower.points is not True)
-    if lower.verdict is Verdict.UNDECIDED and low.values and high.values:
-        found = difference(low, high)
-        sees = found.error is not None and ERRORS * found.error <= visible
-        if sees and found.num_seeds >= LEAST_SEEDS and not low.num_diverged + high.num_diverged:
-            return Finding(Verdict.HOLDS)
+        points = {True: False, False: True, None: True if sees else None}
+        return Finding(Verdict.ONE_SEED, points[lower.points])
+    enough = min(len(low.values), len(high.values)) >= LEAST_SEEDS and not low.num_diverged + high.num_diverged
+    if lower.verdict is Verdict.UNDECIDED and sees and enough:
+        return Finding(Verdict.HOLDS)
     return Finding(opposite.get(lower.verdict, lower.verdict))
 
 

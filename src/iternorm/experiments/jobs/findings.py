@@ -56,7 +56,7 @@ class Comparison:
         ours: One value a seed; empty where it was not run.
         unit: Of both.
         note: A departure that concerns this number.
-        count: How many repeats our single value is the mean of; None if it is not a mean.
+        count: How many repeats our single value is the mean or the median of; None if it is of one.
     """
 
     what: str

@@ -21,6 +21,7 @@ import fnmatch
 import importlib
 import inspect
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -134,7 +135,7 @@ class Experiment:
         pattern = rf"^{re.escape(name)}:(.*?)(?=^(?:{ends}):|^\s*$|\Z)"
         found = re.search(pattern, inspect.getdoc(self.module) or "", flags=re.MULTILINE | re.DOTALL)
         if found is None and name == "Command":
-            return f"iternorm run {self.path or self.id}"
+            return f"iternorm run {shlex.quote(str(self.path or self.id))}"
         return " ".join(found[1].split()) if found else ""
 
     def jobs(self, plan: Plan | None = None) -> list[Config]:

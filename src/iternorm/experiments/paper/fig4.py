@@ -93,6 +93,6 @@ def claims(results: Sequence[Result]) -> list[Claim]:
         Claim(
             texts[3],
             measured(ours[512] < ours[peak] and ours[512] < bn[512]),
-            f"SND of IterNorm: {gaussian.listed(ours)}; of BN {bn[512]:.3g} at 512",
+            f"SND of IterNorm: {gaussian.listed(ours)}; of BN {bn[512]:#.3g} at 512",
         ),
     ]

@@ -64,7 +64,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
             for d in fig4.DIMENSIONS
             if sign * (curves[later][d] - curves[earlier][d]) < -1e-3 * curves[earlier][d]
         ]
-        shown = ", ".join(f"{name.split()[1]} {curves[name][128]:.3g}" for name in STEPS)
+        shown = ", ".join(f"{name.split()[1]} {curves[name][128]:#.3g}" for name in STEPS)
         evidence = f"in 128 dimensions: {shown}; steps back: {', '.join(steps_back) or 'none, in any dimension'}"
         found.append(Claim(text, measured(not steps_back), evidence))
     return found
