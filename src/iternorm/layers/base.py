@@ -215,8 +215,12 @@ class WhiteningNorm(BatchNormWithoutVariance):
             # Same shape, dtype and settings as the last batch: the checks below have already passed.
             if residual is not None:
                 validation.check_residual(residual, input)
-            whiten = self._repeated.whiten if group is None else synchronized.whiten_eagerly
-            return _in_place(whiten(input, weight, bias, self._last_settings, statistics, residual), order)
+            settings, repeated = self._last_settings, self._repeated
+            if group is None:
+                output = repeated.whiten(input, weight, bias, settings, statistics, residual)
+            else:
+                output = synchronized.whiten_eagerly(input, weight, bias, settings, statistics, residual, repeated)
+            return _in_place(output, order)
         self._check(input, weight, bias, mean, matrix)
         validation.check_residual(residual, input)
         settings = self._settings

@@ -78,33 +78,44 @@ class Repeated:
     A copy of it has seen no batch.
     """
 
-    __slots__ = ("_split", "_step")
+    __slots__ = ("_step",)
 
     def __init__(self) -> None:
-        self._split = self._step = None
+        self._step = None
 
     def __reduce__(self) -> tuple:
         return Repeated, ()
 
-    def whiten(self, x, weight, bias, settings: Settings, statistics: Running | None, residual=None) -> Tensor:
+    def whiten(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        settings: Settings,
+        statistics: Running | None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """`whiten_eagerly`, for settings and a momentum that are the same each time."""
+        y = self.without_python(x, weight, bias, settings, statistics, residual, _gradients)
+        return whiten_eagerly(x, weight, bias, settings, statistics, residual) if y is None else y
+
+    def without_python(self, x, weight, bias, settings, statistics, residual, gradients, collectives=None) -> Any:
+        """The output, or None if this has to be launched from Python: see `step_for` of the kernels."""
         steps = _steps()
         functions = steps.functions()
-        if functions is not None:
-            mean, matrix, num_batches, _, _ = NO_RUNNING if statistics is None else statistics
-            tensors = (x, weight, bias, residual, mean, matrix, num_batches)
-            split = kernels().split_for(x.dtype)
-            if self._step is not None and self._split is split:
-                y = functions.whiten(self._step, *tensors)
-                if y is not None:
-                    return y
-            step = steps.step_for(tensors, settings, statistics, _gradients)
-            if step is not None and step is not self._step:
-                self._step, self._split = step, split
-                y = functions.whiten(step, *tensors)
-                if y is not None:
-                    return y
-        return whiten_eagerly(x, weight, bias, settings, statistics, residual)
+        if functions is None:
+            return None
+        mean, matrix, num_batches, _, _ = NO_RUNNING if statistics is None else statistics
+        tensors = (x, weight, bias, residual, mean, matrix, num_batches)
+        if self._step is not None:
+            y = functions.whiten(self._step, *tensors)
+            if y is not None:
+                return y
+        step = steps.step_for(tensors, settings, statistics, gradients, collectives)
+        if step is None or step is self._step:
+            return None
+        self._step = step
+        return functions.whiten(step, *tensors)
 
 
 @functools.cache
@@ -186,10 +197,11 @@ backward_op = torch.ops.iternorm.fused_backward.default
 
 
 @torch.library.impl(_library, "fused_forward", "CompositeExplicitAutograd")
-def _(
+def _forward_in_python(
     x, weight, bias, residual, mean, matrix, num_batches, momentum, is_covariance,
     group_size, num_iters, eps, exact, relu,
 ):  # fmt: skip
+    _register_compiled()
     found = kernels()
     statistics = None if mean is None else Running(mean, matrix, num_batches, momentum, is_covariance)
     with found.on_device(x.device):
@@ -208,7 +220,9 @@ def _(
 
 
 @torch.library.impl(_library, "fused_backward", "CompositeExplicitAutograd")
-def _(grad, more, x, weight, state, output, group_size, num_iters, eps, exact, needs_input, needs_residual):
+def _backward_in_python(
+    grad, more, x, weight, state, output, group_size, num_iters, eps, exact, needs_input, needs_residual
+):
     found = kernels()
     with found.on_device(x.device):
         asked = (output is not None, needs_residual, more is not None)
@@ -225,6 +239,59 @@ def _(grad, more, x, weight, state, output, group_size, num_iters, eps, exact, n
 
     grad_weight = state.new_empty(0 if weight is None else x.shape[1])
     return like_x(needs_input), grad_weight, state.new_empty(x.shape[1]), like_x(needs_residual)
+
+
+_registration: Any = None
+
+
+def _register_compiled() -> None:
+    """From now on compute the operators on a GPU without Python, if that has been compiled: see `eager/step.cpp`."""
+    global _registration
+    functions = None if _registration is not None else _steps().functions()
+    if functions is not None:
+        _registration = functions.register_operators(
+            "CUDA", _forward_pass, _forward_of_pass, _backward_pass, _backward_of_pass
+        )
+
+
+# C++ hands over the tensors of a pass by their numbers there, and all options as floats.
+def _forward_pass(tensors: tuple, options: tuple) -> Any:
+    """What C++ can launch for an operator, or None."""
+    x, weight, bias, residual, mean, matrix, num_batches, momentum, is_covariance, *rest = _forward_arguments(
+        tensors, options
+    )
+    running = None if mean is None else Running(mean, matrix, num_batches, momentum, is_covariance)
+    return _steps().forward_pass_for((x, weight, bias, residual, mean, matrix, num_batches), running, tuple(rest))
+
+
+def _forward_of_pass(tensors: tuple, options: tuple) -> tuple:
+    return _forward_in_python(*_forward_arguments(tensors, options))
+
+
+def _forward_arguments(tensors: tuple, options: tuple) -> tuple:
+    """As `fused_forward` has them."""
+    x, _, _, weight, bias, mean, matrix, residual, _, num_batches, *_ = tensors
+    momentum, is_covariance, group_size, num_iters, eps, exact, relu = options
+    rate = None if momentum < 0 else momentum
+    asked = (bool(is_covariance), int(group_size), int(num_iters), eps, bool(exact), bool(relu))
+    return x, weight, bias, residual, mean, matrix, num_batches, rate, *asked
+
+
+def _backward_pass(tensors: tuple, options: tuple) -> Any:
+    """What C++ can launch for an operator, or None."""
+    _, more, x, weight, state, output, *asked, residual = _backward_arguments(tensors, options)
+    return _steps().backward_pass_for(x, weight, state, more, output is not None, residual, tuple(asked))
+
+
+def _backward_of_pass(tensors: tuple, options: tuple) -> tuple:
+    return _backward_in_python(*_backward_arguments(tensors, options))
+
+
+def _backward_arguments(tensors: tuple, options: tuple) -> tuple:
+    """As `fused_backward` has them."""
+    x, grad, output, state, _, weight, _, _, _, _, _, more, _ = tensors
+    group_size, num_iters, eps, *flags = options
+    return grad, more, x, weight, state, output, int(group_size), int(num_iters), eps, *map(bool, flags)
 
 
 def apply(

@@ -33,10 +33,15 @@ def _run_moments(plan: Plan, stream, sent: Tensor, source, partials, target) -> 
     if plan.layout.samples == 0:
         sent.zero_()
         return
-    absent = None if stream is None else 0
+    plan.run(stream, *moment_calls(source, partials, target))
+
+
+def moment_calls(source, partials, target) -> tuple[tuple, tuple]:
+    """The launches before the collective of a forward pass, and their arguments, addresses or tensors."""
+    absent = 0 if isinstance(source, int) else None
     first = (source, source, absent, absent, absent, absent, partials)
     second = (partials, target, absent, absent, absent, absent, absent, absent)
-    plan.run(stream, ("moments", "reduce"), (first, second))
+    return ("moments", "reduce"), (first, second)
 
 
 def forward(
@@ -62,31 +67,40 @@ def forward(
     if gather is not None:
         sent = x.new_empty(1 + plan.exchange.sums, dtype=torch.float32)
         gathered = x.new_empty(ranks * (1 + plan.exchange.sums), dtype=torch.float32)
-    tensors = (x, workspace, sent, gathered, y, residual, state, weight, bias, running_mean, running_matrix, place)
+    learned = (weight, bias, running_mean, running_matrix)
+    counter = num_batches if plan.counts else None
+    tensors = (x, y, state, *learned, residual, workspace, counter, place, sent, gathered)
     stream, given = given_to(x.device, *tensors)
-    source, work, own, received, target, summand, saved, scale, shift, mean, matrix, met = given
     if gather is not None:
+        source, *_, work, _, _, own, _ = given
         _run_moments(plan, stream, sent, source, work, own)
         gather(gathered, sent)
-    counter: Any = None if stream is None else 0
-    if plan.counts:
-        counter = num_batches if stream is None else num_batches.data_ptr()
+    names, arguments = forward_calls(plan, given, eps, momentum)
+    if plan.iteration is not None and x.numel() == 0:
+        # Nothing to apply the matrix to. In smaller groups it is computed where it is applied.
+        names, arguments = names[:-1], arguments[:-1]
+    plan.run(stream, names, arguments)
+    return _as_given(y, given_x, x), state, plan
+
+
+def forward_calls(plan: Plan, given, eps: float, momentum: float | None) -> tuple[tuple, tuple]:
+    """The launches after the collective of a forward pass, and their arguments.
+
+    `given` are those of `run.forward_calls`, this rank's moments and those of all ranks.
+    """
+    source, target, saved, scale, shift, mean, matrix, summand, work, counter, place, _, received = given
     batch_mean, variance, batches, covariance, whitening, iterates = parts_of(saved, plan)
     names, arguments = whitening_calls(
         plan,
         (source, target, summand),
         (covariance, batch_mean, variance, whitening, iterates),
         (scale, shift, mean, matrix, counter, batches if plan.counts else counter),
-        (work, met),
+        (work, place),
         eps,
         momentum,
     )
-    if plan.iteration is not None and x.numel() == 0:
-        # Nothing to apply the matrix to. In smaller groups it is computed where it is applied.
-        names, arguments = names[:-1], arguments[:-1]
     merged = (received, covariance, batch_mean, variance, counter, batches)
-    plan.run(stream, ("merge", *names), (merged, *arguments))
-    return _as_given(y, given_x, x), state, plan
+    return ("merge", *names), (merged, *arguments)
 
 
 def backward(
@@ -115,42 +129,65 @@ def backward(
         return dx, grad_weight, grad_bias, passed, sums
     workspace = plan.workspace(x, "cross_moments")
     place = None if plan.iteration is None else meeting_place(x)
-    tensors = (grad, x, output, passed, state, sums, grad_bias, grad_weight, dx, weight, workspace, place)
+    gradients = (grad_weight, grad_bias, passed)
+    tensors = (x, grad, output, state, dx, weight, *gradients, workspace, place, None, sums)
     stream, given = given_to(x.device, *tensors)
-    gradient, source, positive, kept, saved, sent, own_sum, scale_gradient, target, scale, work, met = given
-    absent: Any = None
-    # After the matrix for the kernels, and at the end of the workspace.
-    room, unwanted = plan.layout.num_groups * plan.layout.padded**2, workspace.numel() - exchange.vectors // 2
-    grad_sum = workspace.numel() - exchange.vectors
-    if stream is not None:
-        absent = 0
-        room, grad_sum, unwanted = work + 4 * room, work + 4 * grad_sum, work + 4 * unwanted
-    else:
-        room, grad_sum, unwanted = work[room:], work[grad_sum:], work[unwanted:]
-    mean, _, batches, covariance, whitening, iterates = parts_of(saved, plan)
     if total is None:
-        names, arguments = ("cross_moments", "cross_reduce"), (gradient, source, positive, absent, kept, mean, room)
-        by_row = weight is not None and not plan.layout.wide
-        weighted = (whitening, scale_gradient) if by_row else (absent, absent)
-        arguments = (arguments, (room, sent, own_sum, absent, absent, absent, *weighted))
-        if weight is not None and not by_row:
-            names, arguments = (*names, "sent_weight_gradient"), (*arguments, (sent, whitening, scale_gradient))
-        plan.run(stream, names, arguments)
+        plan.run(stream, *cross_calls(plan, given))
     if reduce is not None:
         reduce(sums)
     if dx is not None:
-        names, arguments = gradient_calls(
-            plan,
-            (gradient, source, positive, target) if passed is None else (kept, source, absent, target),
-            (work, covariance, mean, whitening, iterates, grad_sum),
-            (scale, scale if weight is None else unwanted),
-            (room, met),
-            eps,
-            True,
-        )
-        plan.run(stream, ("unpack", *names), ((sent, batches, work, grad_sum), *arguments))
+        plan.run(stream, *backward_calls(plan, given, eps))
         dx = _as_given(dx, given_x, x)
     return dx, grad_weight, grad_bias, None if passed is None else _as_given(passed, given_x, x), sums
+
+
+def cross_calls(plan: Plan, given) -> tuple[tuple, tuple]:
+    """The launches before the collective of a backward pass, and their arguments.
+
+    `given` are those of `run.backward_calls` and the sums that are exchanged.
+    """
+    source, gradient, positive, saved, _, _, scale_gradient, own_sum, kept, work, _, _, sent = given
+    absent = 0 if isinstance(source, int) else None
+    mean, _, _, _, whitening, _ = parts_of(saved, plan)
+    room = _behind(work, plan.layout.num_groups * plan.layout.padded**2)
+    weighted = plan.key.weight is not None
+    by_row = (whitening, scale_gradient) if weighted and not plan.layout.wide else (absent, absent)
+    names = ("cross_moments", "cross_reduce")
+    first = (gradient, source, positive, absent, kept, mean, room)
+    arguments = (first, (room, sent, own_sum, absent, absent, absent, *by_row))
+    if weighted and plan.layout.wide:
+        names, arguments = (*names, "sent_weight_gradient"), (*arguments, (sent, whitening, scale_gradient))
+    return names, arguments
+
+
+def backward_calls(plan: Plan, given, eps: float) -> tuple[tuple, tuple]:
+    """The launches after the collective of a backward pass, and their arguments: `given` are those of `cross_calls`."""
+    assert plan.exchange is not None
+    source, gradient, positive, saved, target, scale, _, _, kept, work, place, _, sent = given
+    absent = 0 if isinstance(source, int) else None
+    # After the matrix for the kernels, and at the end of the workspace.
+    end, vectors = plan.work_size("cross_moments"), plan.exchange.vectors
+    room = _behind(work, plan.layout.num_groups * plan.layout.padded**2)
+    grad_sum, unwanted = _behind(work, end - vectors), _behind(work, end - vectors // 2)
+    mean, _, batches, covariance, whitening, iterates = parts_of(saved, plan)
+    # An operator that begins here is given what passed the activation as the gradient.
+    passed = kept != 0 if isinstance(kept, int) else kept is not None
+    names, arguments = gradient_calls(
+        plan,
+        (kept, source, absent, target) if passed else (gradient, source, positive, target),
+        (work, covariance, mean, whitening, iterates, grad_sum),
+        (scale, scale if plan.key.weight is None else unwanted),
+        (room, place),
+        eps,
+        True,
+    )
+    return ("unpack", *names), ((sent, batches, work, grad_sum), *arguments)
+
+
+def _behind(place: Any, count: int) -> Any:
+    """So many elements of fp32 after an address or the beginning of a tensor."""
+    return place + 4 * count if isinstance(place, int) else place[count:]
 
 
 def plan_of_state(state: Tensor, x, weight, group_size, num_iters, exact: bool, relu: bool, residual: bool, ranks: int):

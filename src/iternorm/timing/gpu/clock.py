@@ -4,10 +4,13 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+
+from iternorm.backends.native.build import BuildError
+from iternorm.whitening import dispatch
 
 Step = Callable[[], Any]
 
@@ -17,6 +20,8 @@ class Gpu:
 
     def __init__(self, device: str | torch.device = "cuda"):
         self.device = torch.device(device)
+        if self.device.type == "cuda":
+            _wait_for_compiler()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -108,6 +113,15 @@ class Gpu:
             end.synchronize()
             times.append(start.elapsed_time(end))
         return 2 * num_bytes / statistics.median(times) / 1e6
+
+
+def _wait_for_compiler() -> None:
+    """Until eager steps run as they will for the rest of a long training: see `iternorm.backends.triton.eager`."""
+    if dispatch.NO_TRITON is None:
+        from iternorm.backends.triton.eager import library
+
+        with suppress(BuildError):
+            library.wait()
 
 
 @contextmanager

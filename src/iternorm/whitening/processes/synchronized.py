@@ -5,6 +5,7 @@ functional collective between them, which a compiler keeps in its graph.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from iternorm.whitening import groups, modes
 from iternorm.whitening.autograd import NOT_OVER_PROCESSES
 from iternorm.whitening.dispatch import kernels
-from iternorm.whitening.fused import NO_RUNNING, wanted
+from iternorm.whitening.fused import NO_RUNNING, Repeated, wanted
 from iternorm.whitening.graphs import flops
 from iternorm.whitening.processes import collective
 from iternorm.whitening.settings import Running, Settings
@@ -34,9 +35,23 @@ def whiten(
     return _WhitenRecorded.apply(x, weight, bias, residual, settings, *kept)[0]  # pyright: ignore
 
 
-def whiten_eagerly(x, weight, bias, settings: Settings, statistics: Running | None, residual=None) -> Tensor:
-    """`whiten` where nothing records or transforms the call."""
+def whiten_eagerly(
+    x, weight, bias, settings: Settings, statistics: Running | None, residual=None, repeated: Repeated | None = None
+) -> Tensor:
+    """`whiten` where nothing records or transforms the call; `repeated` are a layer's batches of this kind."""
+    if repeated is not None:
+        y = repeated.without_python(x, weight, bias, settings, statistics, residual, _gradients, _collectives)
+        if y is not None:
+            return y
     return _apply_eager(modes.unwrapped(x), weight, bias, residual, settings, statistics)
+
+
+def _collectives(group: collective.Group) -> tuple[Callable, Callable]:
+    """What fills a tensor with all ranks' values, and what sums a tensor over the ranks."""
+    return (
+        functools.partial(collective.gather_moments_eagerly, group=group),
+        functools.partial(collective.sum_over_ranks_eagerly, group=group),
+    )
 
 
 @functools.cache
@@ -51,10 +66,7 @@ class _WhitenEager(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, settings, statistics):
         group, relu = settings.process_group, settings.relu
-
-        def gather(gathered: Tensor, sent: Tensor) -> None:
-            collective.gather_moments_eagerly(gathered, sent, group)
-
+        gather, _ = _collectives(group)
         with kernels().on_device(x.device):
             y, state, ctx.plan = _chains().forward(
                 x, weight, bias, residual, settings.group_size, settings.steps, settings.eps, statistics,
@@ -66,18 +78,16 @@ class _WhitenEager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        if modes.wants_graph(grad):
-            raise RuntimeError(NOT_OVER_PROCESSES.format("a graph of the backward (create_graph=True)"))
-        x, weight, bias, state, output = ctx.saved_tensors
-        settings, needs = ctx.settings, ctx.needs_input_grad
+        return *_gradients(ctx.plan, ctx.settings, grad, *ctx.saved_tensors, ctx.needs_input_grad), None, None
 
-        def reduce(sent: Tensor) -> None:
-            collective.sum_over_ranks_eagerly(sent, settings.process_group)
 
-        gradients = _chains().backward(
-            grad, x, weight, state, ctx.plan, settings.eps, output, reduce if needs[0] else None
-        )
-        return *wanted(grad, gradients, weight, bias, output, needs), None, None
+def _gradients(plan, settings: Settings, grad, x, weight, bias, state, output, needs) -> tuple:
+    """The gradients of x, weight, bias and what was added, those that are needed."""
+    if modes.wants_graph(grad):
+        raise RuntimeError(NOT_OVER_PROCESSES.format("a graph of the backward (create_graph=True)"))
+    _, reduce = _collectives(settings.process_group)  # pyright: ignore[reportArgumentType]
+    gradients = _chains().backward(grad, x, weight, state, plan, settings.eps, output, reduce if needs[0] else None)
+    return wanted(grad, gradients, weight, bias, output, needs)
 
 
 _apply_eager = modes.apply_without_transforms(_WhitenEager)

@@ -1,31 +1,62 @@
-"""What a step of a layer launches, recorded from `run` for `step.cpp`.
+"""What the passes of a layer launch, recorded for `step.cpp`.
 
-`run.forward_calls` and `run.backward_calls` say which launches a pass has and what each is given. Here they are given a
-number for each tensor in place of its address, and what they make of it is where each argument will come from.
+`run.forward_calls`, `run.backward_calls` and those of `synchronized` say which launches a pass has and what each is
+given. Here they are given a number for each tensor in place of its address, and what they make of it is where each
+argument will come from.
 """
 
+import enum
 import functools
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from iternorm.backends.triton import run, runtime
+from iternorm.backends.triton import run, runtime, synchronized
 from iternorm.backends.triton.eager.library import functions
+from iternorm.backends.triton.layout import split_of
 from iternorm.backends.triton.plan import Plan, plan_for
+from iternorm.backends.triton.precision import tf32_allowed
 
 # An address is a tensor's number, from 1 on, and the bytes after its beginning.
 _BYTES = 44
 
 
-_steps: dict[tuple, Any] = {}
+class Origin(enum.IntEnum):
+    """How a tensor of a pass comes about."""
+
+    ABSENT = 0
+    GIVEN = 1
+    LIKE_INPUT = 2
+    FLOATS = 3
+    ZEROS = 4
+    COUNTERS = 5
+
+
+class Part(NamedTuple):
+    """A tensor of a pass."""
+
+    origin: Origin
+    numel: int = 0
+    example: Tensor | None = None  # of one that is given
+    is_activation: bool = False  # lies in memory as the input does, or is copied
+
+
+_ABSENT = Part(Origin.ABSENT)
+_LIKE_INPUT = Part(Origin.LIKE_INPUT)
+_passes: dict[tuple, Any] = {}
 
 
 def step_for(
-    tensors: tuple[Tensor | None, ...], settings: Any, statistics: Any, gradients: Callable[..., tuple]
+    tensors: tuple[Tensor | None, ...],
+    settings: Any,
+    statistics: Any,
+    gradients: Callable[..., tuple],
+    collectives: Callable[[Any], tuple[Callable, Callable]] | None = None,
 ) -> Any:
-    """A step that `whiten` of `step.cpp` can take, or None if it has to be launched from Python.
+    """A training step that `whiten` of `step.cpp` can take, or None if it has to be launched from Python.
 
     Args:
         tensors: x, weight, bias, what is added, running mean and matrix and the counter of batches.
@@ -33,50 +64,131 @@ def step_for(
         statistics: a `Running`, or None.
         gradients: the backward in Python, for what a step cannot do, such as a graph of the backward. It is given the
             plan and the settings, then what the step has.
+        collectives: for a process group, what fills its first argument from all ranks' second, and what sums its
+            argument over the ranks.
     """
     x, weight, bias, residual = tensors[:4]
+    group = settings.process_group
     asked = (settings.group_size, settings.steps, statistics, settings.exact, settings.relu)
-    plan = plan_for(x, weight, bias, *asked, residual=residual is not None)
+    plan = plan_for(
+        x, weight, bias, *asked, residual=residual is not None, ranks=0 if group is None else group.size
+    )  # fmt: skip
     momentum = None if statistics is None else statistics.momentum
-    key = (plan, settings, momentum)
-    if key not in _steps:
-        if len(_steps) > 4096:
-            _steps.clear()
-        _steps[key] = _recorded(plan, tensors, settings.eps, momentum, functools.partial(gradients, plan, settings))
-    return _steps[key]
+
+    def make() -> Any:
+        gather, reduce = (None, None) if collectives is None else collectives(group)
+        forward = _forward_pass(plan, tensors, settings.eps, momentum, False, gather)
+        backward = _backward_pass(plan, (x, weight, True, settings.relu, None), settings.eps, reduce)
+        if forward is None or backward is None:
+            return None
+        return functions().make_step(forward, backward, settings.relu, functools.partial(gradients, plan, settings))
+
+    return _kept((plan, settings, momentum), make)
 
 
-def _recorded(plan: Plan, tensors, eps: float, momentum: float | None, gradients: Callable[..., tuple]) -> Any:
+def forward_pass_for(tensors: tuple[Tensor | None, ...], running: Any, options: tuple) -> Any:
+    """A pass for the operator `fused_forward`, or None; `options` are its last five arguments."""
+    x, weight, bias, residual = tensors[:4]
+    group_size, num_iters, eps, exact, relu = options
+    plan = plan_for(x, weight, bias, group_size, num_iters, running, exact, relu, residual=residual is not None)
+    momentum = None if running is None else running.momentum
+    return _kept((plan, eps, momentum), lambda: _forward_pass(plan, tensors, eps, momentum, True, None))
+
+
+def backward_pass_for(x: Tensor, weight, state: Tensor, more, relu: bool, residual: bool, options: tuple) -> Any:
+    """A pass for the operator `fused_backward`, or None."""
+    group_size, num_iters, eps, exact, needs_input = options
+    split = split_of(state, x, group_size, num_iters, exact)
+    summed = more is not None
+    plan = plan_for(x, weight, None, group_size, num_iters, None, exact, relu, split, residual, summed)
+    return _kept(
+        (plan, eps, needs_input), lambda: _backward_pass(plan, (x, weight, needs_input, relu, more), eps, None)
+    )
+
+
+def _kept(key: tuple, make: Callable[[], Any]) -> Any:
+    if key not in _passes:
+        if len(_passes) > 4096:
+            _passes.clear()
+        _passes[key] = make()
+    return _passes[key]
+
+
+def _forward_pass(plan: Plan, tensors, eps: float, momentum: float | None, zeroed: bool, gather) -> Any:
     if plan.copied or plan.layout.samples == 0:
         return None
     x, weight, bias, residual, mean, matrix, counter = tensors
-    if not plan.counts:
-        counter = None
-    meets = plan.iteration is not None
-    # What is made in passing: y, the state, the workspace and the meeting place.
-    given = (x, None, None, weight, bias, mean, matrix, residual, None, counter, None)
-    made = (False, True, True, *(False,) * 5, True, False, meets)
-    present = (tensor is not None or also for tensor, also in zip(given, made, strict=True))
-    forward = run.forward_calls(plan, _numbered(present), eps, momentum)
-    relu, weighted = plan.key.relu, weight is not None
-    present = (True, True, relu, True, True, weighted, weighted, True, plan.keeps_gradient, True, meets, False)
-    backward = run.backward_calls(plan, _numbered(present), eps, True)
-    described = _described(plan, *forward), _described(plan, *backward)
-    if None in described:
+    # An operator's outputs must not be arbitrary: gaps in the state are cleared.
+    clear = zeroed and not (plan.at.even and plan.counts)
+    state = Part(Origin.ZEROS if clear else Origin.FLOATS, plan.at.size)
+    learned = [_given(tensor) for tensor in (weight, bias, mean, matrix)]
+    work = _floats(plan.work_size("moments"))
+    parts = [_given(x), _LIKE_INPUT, state, *learned, _given(residual, True), work, _given(counter), _meeting(plan)]
+    if plan.exchange is None:
+        parts += [_ABSENT, _ABSENT]
+        calls = run.forward_calls(plan, _numbered(parts)[:-2], eps, momentum)
+        return _pass(plan, parts, calls, x)
+    length = 1 + plan.exchange.sums
+    parts += [_floats(length), _floats(plan.key.ranks * length)]
+    given = _numbered(parts)
+    before = synchronized.moment_calls(given[0], given[8], given[11])
+    after = synchronized.forward_calls(plan, given, eps, momentum)
+    return _pass(plan, parts, _joined(before, after), x, (len(before[0]), 12, 11, gather))
+
+
+def _backward_pass(plan: Plan, asked: tuple, eps: float, reduce) -> Any:
+    if plan.copied or plan.layout.samples == 0:
         return None
-    sizes = plan.at.size, plan.work_size("moments"), plan.work_size("cross_moments")
-    flags = relu, plan.keeps_gradient, meets
-    return functions().prepare(runtime.driver_launcher(), *described, sizes, flags, gradients, given)
+    x, weight, needs_input, relu, more = asked
+    channels = _floats(plan.layout.channels)
+    parts = [
+        _given(x),
+        _given(x, True),
+        _given(x, True) if relu else _ABSENT,
+        Part(Origin.GIVEN, example=x.new_empty(plan.at.size, dtype=torch.float32)),
+        _LIKE_INPUT if needs_input else _ABSENT,
+        _given(weight),
+        _ABSENT if weight is None else channels,
+        channels,
+        _LIKE_INPUT if plan.keeps_gradient else _ABSENT,
+        _floats(plan.work_size("cross_moments")),
+        _meeting(plan),
+        _given(more, True),
+    ]
+    if plan.exchange is None:
+        parts.append(_ABSENT)
+        return _pass(plan, parts, run.backward_calls(plan, _numbered(parts)[:-1], eps, needs_input))
+    parts.append(_floats(plan.exchange.sums))
+    before = synchronized.cross_calls(plan, _numbered(parts))
+    after = synchronized.backward_calls(plan, _numbered(parts), eps)
+    return _pass(plan, parts, _joined(before, after), None, (len(before[0]), 12, -1, reduce))
 
 
-def _numbered(present) -> tuple[int, ...]:
-    return tuple((number + 1) << _BYTES if there else 0 for number, there in enumerate(present))
+def _given(tensor: Tensor | None, is_activation: bool = False) -> Part:
+    return _ABSENT if tensor is None else Part(Origin.GIVEN, 0, tensor, is_activation)
 
 
-def _described(plan: Plan, names: tuple[str, ...], arguments: tuple[tuple, ...]) -> tuple | None:
-    """Launches as `prepare` takes them."""
-    found = []
-    for name, values in zip(names, arguments, strict=True):
+def _floats(count: int) -> Part:
+    return Part(Origin.FLOATS, count)
+
+
+def _meeting(plan: Plan) -> Part:
+    return _ABSENT if plan.iteration is None else Part(Origin.COUNTERS, 4)
+
+
+def _joined(before: tuple[tuple, tuple], after: tuple[tuple, tuple]) -> tuple[tuple, tuple]:
+    return (*before[0], *after[0]), (*before[1], *after[1])
+
+
+def _numbered(parts) -> tuple[int, ...]:
+    """An address that tells which tensor it belongs to; 0 for one that is absent."""
+    return tuple((n + 1) << _BYTES if part.origin != Origin.ABSENT else 0 for n, part in enumerate(parts))
+
+
+def _pass(plan: Plan, parts, calls: tuple[tuple, tuple], precise: Tensor | None = None, exchange=None) -> Any:
+    """A pass as `step.cpp` has it; `precise` is an input for which it matters whether TF32 is allowed."""
+    launches = []
+    for name, values in zip(*calls, strict=True):
         launch = plan.launches[name]
         form = launch.for_driver()
         if form is None:
@@ -85,15 +197,15 @@ def _described(plan: Plan, names: tuple[str, ...], arguments: tuple[tuple, ...])
         passed = [_argument(kind, value) for kind, value in zip(form.types, given, strict=False) if kind != "constexpr"]
         passed += [(-1, 0)] * form.trailing
         head = (form.function, launch.grid, form.threads, form.shared, form.dependent, form.cooperative)
-        found.append((*head, tuple(passed)))
-    return tuple(found)
+        launches.append((*head, tuple(passed)))
+    tf32 = tf32_allowed() if precise is not None and precise.dtype == torch.float32 else None
+    return functions().make_pass(runtime.driver_launcher(), tuple(launches), tuple(parts), tf32, exchange)
 
 
 def _argument(kind: str, value: Any) -> tuple[int, int]:
     """The number of the tensor that an argument is in and the bytes before it, or -1 and the bits of its value."""
     if kind.startswith("*"):
-        number, offset = value >> _BYTES, value & ((1 << _BYTES) - 1)
-        return number - 1, offset
+        return (value >> _BYTES) - 1, value & ((1 << _BYTES) - 1)
     if kind == "fp32":
         return -1, int.from_bytes(struct.pack("<f", value), "little")
     return -1, value & ((1 << 64) - 1)
