@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iternorm import solvers
 from iternorm.backends.torch.verbs import compute_dtype
 from iternorm.linalg import iteration
 from iternorm.linalg.coefficients import minimax_coefficients, newton_coefficients
+from iternorm.solvers import decompositions
 from iternorm.whitening import dispatch, modes, operators, validation
 from iternorm.whitening.operators import no_autocast
 
@@ -154,7 +154,7 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def forward(ctx, batch, p, method):
         if method == "eigh":
-            eigenvalues, vectors = solvers._eigh(batch)
+            eigenvalues, vectors = decompositions.eigh(batch)
             root = (vectors * eigenvalues.pow(-1 / p)[..., None, :]) @ vectors.mT
             ctx.save_for_backward(batch, eigenvalues, vectors)
         elif method == _IN_KERNELS:

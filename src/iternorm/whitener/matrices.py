@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from iternorm import solvers
+from iternorm.solvers import decompositions
 from iternorm.whitener.moments import Moments
 from iternorm.whitener.options import Options
 
@@ -91,5 +92,5 @@ def _by_axes(covariance: Tensor, moments: Moments, options: Options) -> Matrices
     axes, scales = vectors[:, :rank], regularized[:rank].sqrt()
     if options.solver == "zca":
         return Matrices((axes / scales) @ axes.mT, (axes * scales) @ axes.mT, rank)
-    axes = axes * solvers._signs(axes)
+    axes = axes * decompositions.signs(axes)
     return Matrices((axes / scales).mT, axes * scales, rank)
