@@ -67,7 +67,7 @@ def cholesky(covariance: Tensor) -> Tensor:
 def composed(covariance: Tensor, solver: str, num_iters: int = 0) -> Tensor:
     """The whitening matrix by operators that torch differentiates itself, in any mode: for function transforms."""
     if solver == "newton":
-        return iteration.newton(covariance, num_iters)[0]
+        return iteration.newton(covariance, min(num_iters, most_steps(covariance.dtype)))[0]
     if solver == "cholesky":
         return decompositions.cholesky(covariance)
     if solver == "pca":
