@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from iternorm import IterNorm1d, IterNorm2d, IterNorm3d
 from iternorm.whitening import dispatch
 
 # Shapes on both sides of every choice that the verbs on the CPU make: planes longer and shorter than a group, ragged
@@ -52,6 +53,21 @@ def correlated(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     )
     mean = torch.randn(channels, dtype=torch.float64).view(1, -1, *(1,) * (len(shape) - 2))
     return (torch.einsum("ij,nj...->ni...", mixing, x) + mean).to(dtype).contiguous()
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """The activation in channels_last memory, of four or five dimensions."""
+    return x.contiguous(memory_format={4: torch.channels_last, 5: torch.channels_last_3d}[x.ndim])
+
+
+def layer_for(shape: tuple[int, ...], **arguments):
+    """An IterNorm in Triton's kernels for an activation of this shape, with random parameters."""
+    rank = {2: IterNorm1d, 3: IterNorm1d, 4: IterNorm2d, 5: IterNorm3d}[len(shape)]
+    layer = rank(shape[1], **{"impl": "triton", **arguments})
+    if layer.affine:
+        nn.init.uniform_(layer.weight, 0.5, 1.5)
+        nn.init.normal_(layer.bias)
+    return layer
 
 
 def samples_of(x: Tensor) -> Tensor:
