@@ -77,7 +77,7 @@ def composed(covariance: Tensor, solver: str, num_iters: int = 0) -> Tensor:
 
 
 def solve(covariance: Tensor, solver: str, num_iters: int, keep: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The whitening matrix, and what `solve_backward` needs beside the covariance and the whitening matrix.
+    """The whitening matrix, and what `solve_backward` needs besides the covariance and the whitening matrix.
 
     With `keep`, that includes 2 T - 2 matrices of Newton's iteration, which would otherwise be computed once more.
     """

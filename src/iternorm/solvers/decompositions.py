@@ -6,7 +6,7 @@ from torch.autograd.function import once_differentiable
 
 
 def eigh(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and vectors, the eigenvalues kept above what rounding makes of zero.
+    """Eigenvalues and vectors, with the eigenvalues kept above the size of rounding.
 
     A matrix with a NaN or an infinity has NaN eigenvalues, where `torch.linalg.eigh` raises.
     """

@@ -10,7 +10,7 @@ from iternorm.solvers import decompositions
 from iternorm.whitener.moments import Moments
 from iternorm.whitener.options import Options
 
-# A direction without variance has one of this many roundings beside the largest, from the sums of its covariance
+# A direction without variance has one of this many roundings of the largest, from the sums of its covariance
 # (measured: at most 5, for 16 to 768 features in fp32 and fp64).
 _ROUNDINGS = 32
 _MEAN_ROUNDINGS = 4
