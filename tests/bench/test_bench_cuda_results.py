@@ -6,7 +6,7 @@ import pytest
 from fake_gpu import TINY, FakeGpu, tiny_candidates, tiny_vgg
 
 from iternorm.bench import gpu as cuda
-from iternorm.bench.gpu import table, targets
+from iternorm.bench.gpu import targets
 from iternorm.timing.gpu import cases, comparison, training
 from iternorm.timing.gpu.cases import STEM, TABLE_A1
 
@@ -31,7 +31,9 @@ def synthetic(ours=1.0, network=1.0):
 
 
 def row_in(result, shape, dtype, name, layout):
-    return targets._row(result, list(shape), dtype, name, layout)
+    (case,) = (case for case in result["cases"] if (case["shape"], case["dtype"]) == (list(shape), dtype))
+    (row,) = (row for row in case["rivals"] if (row["name"], row["layout"]) == (name, layout))
+    return row
 
 
 def test_targets_are_those_of_the_table():
@@ -174,18 +176,15 @@ def test_markers_are_replaced_and_must_exist():
         cuda.put_between_markers(document, "z", "new")
 
 
-def test_the_default_precision_comes_first_and_tf32_beside_it():
+def test_the_default_precision_comes_first_and_tf32_beside_it(result):
     case = synthetic()["cases"][0]
     for row in case["rivals"]:
         if row["name"] == "IterNorm T=5 d=64":
             row["graph_ms"], row["eager_ms"] = 0.5, 0.25
-    (head, single), (_, half) = (
-        table._layer_rows([{**case, "dtype": dtype, "rivals": candidates}])
-        for dtype, candidates in (
-            ("float32", case["rivals"]),
-            ("bfloat16", [row for row in case["rivals"] if not row["name"].endswith("exact")]),
-        )
-    )
+    half_precision = [row for row in case["rivals"] if not row["name"].endswith("exact")]
+    both = [case, {**case, "dtype": "bfloat16", "rivals": half_precision}]
+    table = [line for line in cuda.markdown({**result, "cases": both}).splitlines() if line.startswith("|")]
+    head, _, single, half = ([cell.strip() for cell in line.strip("|").split("|")] for line in table[:4])
     assert dict(zip(head[4:], single[4:], strict=True))["eager IterNorm"] == "1000 / 1000"
     assert single[4:8] == ["1000 / 1000", "1.00", "500 / 500", "0.50"]
     # Half precision has one kind only.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from fake_gpu import FakeGpu
 
-from iternorm import bench
+from iternorm import bench, linalg
 from iternorm.bench.gpu import roots as benchmark
 from iternorm.timing.gpu import roots as timing
 
@@ -74,7 +74,7 @@ def test_what_fails_is_in_the_result_with_the_reason(small, monkeypatch):
     def broken(matrices, p):
         raise RuntimeError("no such root")
 
-    monkeypatch.setattr(timing, "_ours", broken)
+    monkeypatch.setattr(linalg, "inverse_root", broken)
     result = benchmark.run_roots(rounds=1, only=["root 2 2x6x6"], gpu=FakeGpu())
     row = result["roots"][0]["rows"][0]
     assert "no such root" in row["failed"]

@@ -1,12 +1,14 @@
 """What several test files measure: data with a known spectrum, errors, peak memory, the state of a layer."""
 
+import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from iternorm import IterNorm1d, IterNorm2d, IterNorm3d
 from iternorm.whitening import dispatch
 
 # Shapes on both sides of every choice that the verbs on the CPU make: planes longer and shorter than a group, ragged
@@ -52,6 +54,39 @@ def correlated(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     )
     mean = torch.randn(channels, dtype=torch.float64).view(1, -1, *(1,) * (len(shape) - 2))
     return (torch.einsum("ij,nj...->ni...", mixing, x) + mean).to(dtype).contiguous()
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """The activation in channels_last memory, of four or five dimensions."""
+    return x.contiguous(memory_format={4: torch.channels_last, 5: torch.channels_last_3d}[x.ndim])
+
+
+def layer_for(shape: tuple[int, ...], **arguments):
+    """An IterNorm in Triton's kernels for an activation of this shape, with random parameters."""
+    rank = {2: IterNorm1d, 3: IterNorm1d, 4: IterNorm2d, 5: IterNorm3d}[len(shape)]
+    layer = rank(shape[1], **{"impl": "triton", **arguments})
+    if layer.affine:
+        nn.init.uniform_(layer.weight, 0.5, 1.5)
+        nn.init.normal_(layer.bias)
+    return layer
+
+
+def orders_of(channels: Sequence[int], group_size: int) -> Iterator[list[int]]:
+    """Orders of the channels, such that all ways to put them into groups occur."""
+    if len(channels) <= group_size:
+        yield list(channels)
+        return
+    for group in itertools.combinations(channels, group_size):
+        others = [channel for channel in channels if channel not in group]
+        yield from ([*group, *order] for order in orders_of(others, group_size))
+
+
+def groups_between(x: Tensor, y: Tensor, layer: nn.Module, group_size: int) -> frozenset[frozenset[int]] | None:
+    """The groups of channels in which the layer makes y ``[N, C]`` of x, or None if there are none."""
+    for order in orders_of(range(x.shape[1]), group_size):
+        if torch.allclose(layer(x[:, order]), y[:, order], rtol=1e-4, atol=1e-5):
+            return frozenset(frozenset(order[i : i + group_size]) for i in range(0, len(order), group_size))
+    return None
 
 
 def samples_of(x: Tensor) -> Tensor:

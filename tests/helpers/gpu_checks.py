@@ -1,9 +1,10 @@
 """What the tests of the kernels on a real GPU share: activations, layers, and errors against fp64."""
 
+import checks
 import torch
 from checks import relative_error
 
-from iternorm import IterNorm1d, IterNorm2d, IterNorm3d, reference
+from iternorm import reference
 
 # Error budgets against fp64: output, gradients. fp32 and TF32 are the project's own targets. For half precision the
 # budget is a small multiple of one rounding of the output (2^-9 and 2^-12).
@@ -22,17 +23,11 @@ def activation(shape, dtype, last=False, mean=0.0):
     mixing += 0.5 * torch.randn_like(mixing) / channels**0.5
     x = torch.einsum("ij,nj...->ni...", mixing, torch.randn(shape, device="cuda", dtype=torch.float64))
     x = (x + mean + torch.randn(channels, device="cuda").view(1, -1, *(1,) * (len(shape) - 2))).to(dtype).contiguous()
-    if last:
-        x = x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
-    return x
+    return checks.channels_last(x) if last else x
 
 
 def layer_for(shape, **arguments):
-    rank = {2: IterNorm1d, 3: IterNorm1d, 4: IterNorm2d, 5: IterNorm3d}[len(shape)]
-    layer = rank(shape[1], device="cuda", **{"impl": "triton", **arguments})
-    torch.nn.init.uniform_(layer.weight, 0.5, 1.5)
-    torch.nn.init.normal_(layer.bias)
-    return layer
+    return checks.layer_for(shape, device="cuda", **arguments)
 
 
 def errors(layer, x, grad):

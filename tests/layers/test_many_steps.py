@@ -73,6 +73,19 @@ def test_a_channel_twice_and_a_constant_one_stay_finite(impl):
     assert layer.running_whitening.abs().max() < 1e4
 
 
+@pytest.mark.parametrize("num_iters", [24, 300])
+def test_a_transform_takes_no_more_steps_either(num_iters):
+    # A channel and its copy: without any rounding an eigenvalue is zero.
+    x = 30 * torch.randn(8, 4, 5, 5)
+    x = torch.cat([x, x], 1)
+    layer = IterNorm2d(8, affine=False, track_running_stats=False, num_iters=num_iters)
+    leaf, grad = x.clone().requires_grad_(), torch.randn_like(x)
+    y = layer(leaf)
+    (expected,) = torch.autograd.grad(y, leaf, grad)
+    assert relative_error(torch.func.vmap(layer)(x[None])[0], y) < 1e-3
+    assert relative_error(torch.func.grad(lambda x: (layer(x) * grad).sum())(x), expected) < 1e-3
+
+
 def test_running_covariance_in_eval():
     layer = IterNorm1d(64, num_iters=50, running="covariance", momentum=1.0)
     x = 30 * torch.randn(48, 64)

@@ -15,7 +15,7 @@ from iternorm.analysis.pools import SamplePool, StatisticsPool
 from iternorm.layers.base import WhiteningNorm
 from iternorm.layers.per_sample import PerSampleWhitening
 
-# Layers that normalize each example by itself: the batch adds no noise.
+# Layers that normalize each example on its own: the batch adds no noise.
 PER_EXAMPLE = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, PerSampleWhitening)
 # Layers whose output is known to be a scale and a shift of each channel; a subclass may add an activation.
 CHANNELWISE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -112,7 +112,7 @@ class LayerProbe:
 
     def _rows(self, x: Tensor) -> Tensor:
         shape, grid = self._grid
-        # A module that is no normalization may change the shape.
+        # A module that is not a normalization may change the shape.
         if x.shape[2:] != shape:
             grid = self._choose_grid(x.shape[2:])
         rows = samples_by_channels(x[(slice(None), slice(None), *grid)])

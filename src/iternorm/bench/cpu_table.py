@@ -64,7 +64,7 @@ def notes(result: dict) -> list[str]:
 
 
 def markdown(result: dict) -> str:
-    """The README's table: the rows that answer what a layer costs beside BatchNorm and a convolution."""
+    """The table for documents: what a layer costs compared with BatchNorm and a convolution."""
     machine, version = result["provenance"]["machine"], result["provenance"]["torch"]["version"]
     where = f"{machine['cpu']}, {machine['threads']} thread{'s' if machine['threads'] != 1 else ''}, torch {version}"
     lines = [

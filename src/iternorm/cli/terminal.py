@@ -11,7 +11,7 @@ errors = Console(stderr=True)
 
 
 def progress_bar(*more: ProgressColumn, disable: bool = False) -> Progress:
-    """A bar for each task on stderr, which is gone when the work is done; none where stderr is no terminal."""
+    """A bar for each task on stderr, which disappears when the work is done; none if stderr is not a terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -51,11 +51,11 @@ def iter_norm(
         num_iters: the paper's T, from 0. A large T is ZCA: at most 24 steps are taken in fp32, and 49 in fp64, which
             is convergence. A group whose channels depend on each other may stop earlier, where it would diverge.
         impl: "auto", "triton", "native", "torch" or "reference".
-        activation: None, or "relu": the output goes through it. The kernels do that in passing, which saves reading and
-            writing the activation once more.
-        residual: like the input: added to the output, before the activation, and in passing too.
-        correction: 1 divides the covariance by the number of values less one, as `torch.cov` does; 0 by their number.
-        shrinkage: (1 - shrinkage) Σ + shrinkage I takes the place of the covariance Σ; from 0 to 1.
+        activation: None, or "relu", which is applied to the output. The kernels fuse it, which saves a read and a write
+            of the activation.
+        residual: of the input's shape; added to the output before the activation. The kernels fuse it too.
+        correction: 1 divides the covariance by the number of values minus one, as `torch.cov` does; 0 by their number.
+        shrinkage: (1 - shrinkage) Σ + shrinkage I replaces the covariance Σ; from 0 to 1.
 
     Example:
         >>> import torch

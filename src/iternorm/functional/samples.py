@@ -1,4 +1,4 @@
-"""Whitening of each sample by itself: checked, and handed to `iternorm.whitening.items`."""
+"""Whitening of each sample on its own: checks the arguments and hands over to `iternorm.whitening.items`."""
 
 import math
 from typing import Any
@@ -22,11 +22,11 @@ def group_whitening(
     impl: str = "auto",
     activation: str | None = None,
 ) -> Tensor:
-    """Group whitening (Huang et al., CVPR 2021): each sample is whitened by itself, over groups of its channels.
+    """Group whitening (Huang et al., CVPR 2021): each sample is whitened on its own, over groups of its channels.
 
     The channels of a sample are divided into `num_groups` groups in order. The groups are the dimensions that are
-    whitened, and the channels of a group, at all positions, are their values. One channel a group is instance whitening
-    of all channels.
+    whitened; the values of a group are its channels at all positions. With one channel per group, this is instance
+    whitening of all channels together.
 
     Args:
         input: ``[N, C, ...]``, C a multiple of `num_groups`.
@@ -41,8 +41,8 @@ def group_whitening(
     """
     tensors = (input, weight, bias)
     if has_torch_function(tensors):
-        words: dict[str, Any] = {"num_iters": num_iters, "solver": solver, "impl": impl, "activation": activation}
-        return handle_torch_function(group_whitening, tensors, input, num_groups, weight, bias, eps, **words)
+        options: dict[str, Any] = {"num_iters": num_iters, "solver": solver, "impl": impl, "activation": activation}
+        return handle_torch_function(group_whitening, tensors, input, num_groups, weight, bias, eps, **options)
     _check_tensors(input, weight, bias)
     num_groups = validation.check_num_groups(num_groups, input.shape[1])
     settings = _settings(num_groups, eps, num_iters, solver, impl, activation)
@@ -66,16 +66,16 @@ def instance_whitening(
     impl: str = "auto",
     activation: str | None = None,
 ) -> Tensor:
-    """Instance whitening: each sample is whitened by itself, over its positions.
+    """Instance whitening: each sample is whitened on its own, over its positions.
 
-    As `iter_norm` of each sample alone. The arguments are those of `group_whitening`, and `group_size`: the number of
-    channels that are whitened together, the last group holding the remainder; None is all of them.
+    This is `iter_norm` of each sample alone. The arguments are those of `group_whitening`, with `group_size` in place
+    of `num_groups`: the number of channels whitened together, the last group holding the remainder; None is all.
     """
     tensors = (input, weight, bias)
     if has_torch_function(tensors):
-        words: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "solver": solver, "impl": impl}
-        words["activation"] = activation
-        return handle_torch_function(instance_whitening, tensors, input, weight, bias, eps, **words)
+        options: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "solver": solver, "impl": impl}
+        options["activation"] = activation
+        return handle_torch_function(instance_whitening, tensors, input, weight, bias, eps, **options)
     group_size = validation.check_group_size(group_size)
     _check_tensors(input, weight, bias)
     size = groups.effective_size(input.shape[1], group_size)

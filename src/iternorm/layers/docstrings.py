@@ -1,4 +1,4 @@
-"""Docstrings that are complete by themselves: what a base class says once stands in the help of every layer."""
+"""Complete docstrings: what a base class says once appears in the help of every layer."""
 
 import inspect
 from typing import TypeVar

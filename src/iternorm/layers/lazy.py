@@ -46,11 +46,11 @@ class _Lazy(LazyModuleMixin, WhiteningNorm):  # pyright: ignore[reportIncompatib
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
-        **words: Any,
+        **options: Any,
     ) -> None:
         # One channel, so that the other arguments are checked; nothing is made for it.
         args = 1, eps, momentum, False, False, device, dtype
-        super().__init__(*args, **words)  # pyright: ignore[reportAttributeAccessIssue]
+        super().__init__(*args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         self.num_features = 0
         self.affine = affine
         self.track_running_stats = track_running_stats

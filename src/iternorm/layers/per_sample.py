@@ -98,8 +98,8 @@ class PerSampleWhitening(nn.Module):
                 f"expected an input of {self.num_features} channels (num_features), got {input.shape[1]}: "
                 f"shape {list(input.shape)}"
             )
-        words: dict[str, Any] = {"num_iters": self.num_iters, "solver": self.solver, "impl": self.impl}
-        output = self._whiten(input, {**words, "eps": self.eps, "activation": self.activation})
+        options: dict[str, Any] = {"num_iters": self.num_iters, "solver": self.solver, "impl": self.impl}
+        output = self._whiten(input, {**options, "eps": self.eps, "activation": self.activation})
         if eager:
             size, rows = self._rows()
             steps = self.num_iters if self.solver == "newton" else 0
@@ -131,7 +131,7 @@ class PerSampleWhitening(nn.Module):
         """How many rows of a sample are whitened together, and how many it has."""
         raise NotImplementedError
 
-    def _whiten(self, input: Tensor, words: dict[str, Any]) -> Tensor:
+    def _whiten(self, input: Tensor, options: dict[str, Any]) -> Tensor:
         raise NotImplementedError
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -192,8 +192,8 @@ class _GroupWhitening(PerSampleWhitening):
         super().__init__(num_features, eps, affine, device, dtype, bias, num_iters, solver, impl, activation)
         self.num_groups = validation.check_num_groups(num_groups, self.num_features)
 
-    def _whiten(self, input: Tensor, words: dict[str, Any]) -> Tensor:
-        return group_whitening(input, self.num_groups, self.weight, self.bias, **words)
+    def _whiten(self, input: Tensor, options: dict[str, Any]) -> Tensor:
+        return group_whitening(input, self.num_groups, self.weight, self.bias, **options)
 
     def _rows(self) -> tuple[int, int]:
         return self.num_groups, self.num_groups
@@ -229,8 +229,8 @@ class _InstanceWhitening(PerSampleWhitening):
         super().__init__(num_features, eps, affine, device, dtype, bias, num_iters, solver, impl, activation)
         self.group_size = validation.check_group_size(group_size)
 
-    def _whiten(self, input: Tensor, words: dict[str, Any]) -> Tensor:
-        return instance_whitening(input, self.weight, self.bias, group_size=self.group_size, **words)
+    def _whiten(self, input: Tensor, options: dict[str, Any]) -> Tensor:
+        return instance_whitening(input, self.weight, self.bias, group_size=self.group_size, **options)
 
     def _rows(self) -> tuple[int, int]:
         return groups.effective_size(self.num_features, self.group_size), self.num_features

@@ -115,8 +115,8 @@ class SyncIterNorm(Synchronized, _IterNorm):
         running: "whitening" or "covariance"; see `iternorm.layers.base.WhiteningNorm`.
         impl: "auto", "triton", "native" or "torch".
         activation: None, or "relu": the output goes through it.
-        correction: 1 divides the covariance by the number of values of all ranks less one; 0 by their number.
-        shrinkage: (1 - shrinkage) Σ + shrinkage I takes the place of the covariance Σ; from 0 to 1.
+        correction: 1 divides the covariance by the number of values of all ranks minus one; 0 by their number.
+        shrinkage: (1 - shrinkage) Σ + shrinkage I replaces the covariance Σ; from 0 to 1.
         shuffle: in training, put the channels into groups at random, the same on all ranks.
     """
 
@@ -142,10 +142,10 @@ class SyncIterNorm(Synchronized, _IterNorm):
         shuffle: bool = False,
     ) -> None:
         self._check_impl(impl)
-        words: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
-        words |= {"activation": activation, "bias": bias}
-        words |= {"correction": correction, "shrinkage": shrinkage, "shuffle": shuffle}
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **words)
+        options: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
+        options |= {"activation": activation, "bias": bias}
+        options |= {"correction": correction, "shrinkage": shrinkage, "shuffle": shuffle}
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
         self.process_group = process_group
         self._agreed = None
 
@@ -153,8 +153,8 @@ class SyncIterNorm(Synchronized, _IterNorm):
 class SyncDecorrelatedBatchNorm(Synchronized, _DecorrelatedBatchNorm):
     """Decorrelated batch normalization over the batches of all processes together: exact whitening.
 
-    In training and eval it is to DecorrelatedBatchNorm what `SyncIterNorm` is to IterNorm, with the same arguments,
-    but for `solver` in place of `num_iters`.
+    In training and eval it is to DecorrelatedBatchNorm what `SyncIterNorm` is to IterNorm, with the same arguments
+    except that `solver` replaces `num_iters`.
 
     Args:
         num_features: C of an input ``[N, C, ...]`` of 2 to 5 dimensions.
@@ -171,8 +171,8 @@ class SyncDecorrelatedBatchNorm(Synchronized, _DecorrelatedBatchNorm):
         running: "whitening" or "covariance"; see `iternorm.layers.base.WhiteningNorm`.
         impl: "auto", "triton", "native" or "torch".
         activation: None, or "relu": the output goes through it.
-        correction: 1 divides the covariance by the number of values of all ranks less one; 0 by their number.
-        shrinkage: (1 - shrinkage) Σ + shrinkage I takes the place of the covariance Σ; from 0 to 1.
+        correction: 1 divides the covariance by the number of values of all ranks minus one; 0 by their number.
+        shrinkage: (1 - shrinkage) Σ + shrinkage I replaces the covariance Σ; from 0 to 1.
         shuffle: in training, put the channels into groups at random, the same on all ranks.
     """
 
@@ -198,9 +198,9 @@ class SyncDecorrelatedBatchNorm(Synchronized, _DecorrelatedBatchNorm):
         shuffle: bool = False,
     ) -> None:
         self._check_impl(impl)
-        words: dict[str, Any] = {"group_size": group_size, "solver": solver, "running": running, "impl": impl}
-        words |= {"activation": activation, "bias": bias}
-        words |= {"correction": correction, "shrinkage": shrinkage, "shuffle": shuffle}
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **words)
+        options: dict[str, Any] = {"group_size": group_size, "solver": solver, "running": running, "impl": impl}
+        options |= {"activation": activation, "bias": bias}
+        options |= {"correction": correction, "shrinkage": shrinkage, "shuffle": shuffle}
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
         self.process_group = process_group
         self._agreed = None

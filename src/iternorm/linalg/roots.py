@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iternorm import solvers
 from iternorm.backends.torch.verbs import compute_dtype
 from iternorm.linalg import iteration
 from iternorm.linalg.coefficients import minimax_coefficients, newton_coefficients
+from iternorm.solvers import decompositions
 from iternorm.whitening import dispatch, modes, operators, validation
 from iternorm.whitening.operators import no_autocast
 
@@ -17,7 +17,7 @@ METHODS = ("auto", "newton", "minimax", "eigh")
 _IN_KERNELS = "kernels"
 # Eigenvalues below so many roundings of a matrix's norm cannot be told from zero, and count as so large.
 _ROUNDINGS = 2
-# A difference between entries that should be equal, beside the largest entry, that cannot be rounding any more.
+# A difference between entries that should be equal, relative to the largest entry, that is too large for rounding.
 _ASYMMETRY = 1e-4
 
 
@@ -61,7 +61,7 @@ def inverse_root(
         if method == "minimax" and not modes.is_transformed() and dispatch.has_root_kernels(matrices, p):
             method = _IN_KERNELS
         else:
-            # The kernels do that in passing.
+            # The kernels do that as they load the matrices.
             matrices = _symmetric(matrices)
         damping = _damping(eps, matrices)
         if damping is not None:
@@ -143,7 +143,7 @@ def _damping(eps: Any, matrices: Tensor) -> Tensor | float | None:
 
 def _root(batch: Tensor, p: int, method: str) -> Tensor:
     if modes.is_transformed():
-        # What torch differentiates by itself, in any mode.
+        # Operators that torch differentiates itself, in any mode.
         return _iterated(batch, p, "minimax" if method == "eigh" else method)
     return _Root.apply(batch, p, method)  # pyright: ignore[reportReturnType]
 
@@ -154,7 +154,7 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def forward(ctx, batch, p, method):
         if method == "eigh":
-            eigenvalues, vectors = solvers._eigh(batch)
+            eigenvalues, vectors = decompositions.eigh(batch)
             root = (vectors * eigenvalues.pow(-1 / p)[..., None, :]) @ vectors.mT
             ctx.save_for_backward(batch, eigenvalues, vectors)
         elif method == _IN_KERNELS:
@@ -223,7 +223,7 @@ _schedule._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMember
 def _normalized(batch: Tensor) -> tuple[Tensor, Tensor]:
     """Matrices with eigenvalues of at most 1, and what they were divided by, ``[B, 1, 1]``.
 
-    The scale is no part of the derivative: the root does not depend on it.
+    The scale does not enter the derivative: the root does not depend on it.
     """
     values = batch.detach()
     smallest = torch.finfo(batch.dtype).tiny ** 0.5

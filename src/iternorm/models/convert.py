@@ -90,13 +90,13 @@ def convert_batchnorm(
 
     With `fuse`, a ReLU that alone takes a whitening layer's output becomes part of the layer (``activation="relu"``),
     and so does an addition, with or without a ReLU after it (``layer(x, residual=z)``). Names, parameters and the
-    output stay. Where each ReLU is a module of its own, an identity takes its place. In other modules the forward is
-    rewritten: the module becomes an instance of a subclass of its class, of the same name. That forward is the old one
-    as it was at the conversion, for all flags and children that it looked at. Modules whose forward torch.fx cannot
-    trace, or does not show all of, stay as they are: those that act differently in training and in eval, take more
-    than one argument, ask for types, or draw random numbers. A sum is taken only if both of its parts have the layer's
-    number of channels by the convolutions and norms around them and none is pooled, because the layer does not
-    broadcast: it raises. `convert_to_batchnorm` and `fold` undo the fusion first.
+    output stay. Where each ReLU is a separate module, an identity replaces it. In other modules the forward is
+    rewritten: the module becomes an instance of a subclass of its class, with the same name. The new forward is the old
+    one as it was at the conversion, with the flags and children of that time. Modules that torch.fx cannot trace
+    completely stay as they are: those that act differently in training and in eval, take more than one argument, ask
+    for types, or draw random numbers. The layer does not broadcast, so a sum is fused only if the convolutions and
+    norms around it show that both of its parts have the layer's number of channels, and none is pooled.
+    `convert_to_batchnorm` and `fold` undo the fusion first.
 
     Args:
         model: any module.
@@ -115,9 +115,9 @@ def convert_batchnorm(
         IterNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, group_size=4, num_iters=5, \
 running='whitening')
     """
-    words: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
+    options: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
     # The arguments are checked by the layer, before anything is touched.
-    IterNorm1d(1, device="meta", **words)
+    IterNorm1d(1, device="meta", **options)
     report = ConversionReport() if report is None else report
     chosen = list(replace.selected(_batchnorms(model), where, "BatchNorm"))
     replacements, converted, skipped = {}, [], []
@@ -125,7 +125,7 @@ running='whitening')
         reason = _obstacle(layer)
         if reason is None:
             try:
-                new = _to_iternorm(layer, words)
+                new = _to_iternorm(layer, options)
             except (TypeError, ValueError) as error:
                 reason = str(error)
             else:
@@ -189,14 +189,14 @@ def _base(layer: nn.Module) -> Any:
     return next((base for base in _TO_ITERNORM if isinstance(layer, base)), None)
 
 
-def _to_iternorm(layer: Any, words: dict[str, Any]) -> nn.Module:
+def _to_iternorm(layer: Any, options: dict[str, Any]) -> nn.Module:
     base = _base(layer)
     target = _TO_ITERNORM[base]
     follows = type(layer).forward is not base.forward
     target = FOLLOWED[target] if follows else target
     tracked = layer.running_mean is not None
     args: list[Any] = [layer.num_features, layer.eps, layer.momentum, layer.affine, tracked]
-    new = target(*args, *([layer.process_group] if base is nn.SyncBatchNorm else []), device="meta", **words)
+    new = target(*args, *([layer.process_group] if base is nn.SyncBatchNorm else []), device="meta", **options)
     variance = layer.running_var
     replace.carry(layer, new, without=("running_var", "process_group"))
     new.track_running_stats = layer.track_running_stats
@@ -337,13 +337,13 @@ def _sync_batchnorm(layer: Any, process_group: Any) -> nn.Module:
 def _synchronized(layer: Any, process_group: Any) -> Synchronized:
     impl = layer.impl if layer.impl in ("torch", "native") else "auto"
     names = ("group_size", "running", "activation", "correction", "shrinkage", "shuffle")
-    words = {"impl": impl, **{name: getattr(layer, name) for name in names}}
+    options = {"impl": impl, **{name: getattr(layer, name) for name in names}}
     if isinstance(layer, _IterNorm):
-        kind, words["num_iters"] = SyncIterNorm, layer.num_iters
+        kind, options["num_iters"] = SyncIterNorm, layer.num_iters
     else:
-        kind, words["solver"] = SyncDecorrelatedBatchNorm, layer.solver
+        kind, options["solver"] = SyncDecorrelatedBatchNorm, layer.solver
     kind = FOLLOWED[kind] if isinstance(layer, Followed) else kind
     args = layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats
-    result = kind(*args, process_group, device="meta", **words)
+    result = kind(*args, process_group, device="meta", **options)
     replace.carry(layer, result)
     return result

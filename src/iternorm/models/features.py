@@ -62,9 +62,9 @@ def decorrelate_features(
             f"name={name!r} is no nn.Linear of this model; it has {', '.join(map(repr, linears)) or 'none'}"
         )
     linear = linears[next(reversed(linears)) if name is None else name]
-    words: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
+    options: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
     like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-    norm = IterNorm1d(linear.in_features, affine=affine, **like, **words)
+    norm = IterNorm1d(linear.in_features, affine=affine, **like, **options)
     norm.train(linear.training)
     new = DecorrelatedLinear(linear.in_features, linear.out_features, device="meta")
     replace.carry(linear, new)

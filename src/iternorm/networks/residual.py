@@ -42,7 +42,7 @@ def _initialize(model: nn.Module, head: nn.Linear) -> None:
 
 
 class WideBlock(nn.Module):
-    """Two 3x3 convolutions, each after normalization and ReLU, with dropout between them, beside a shortcut.
+    """Two 3x3 convolutions, each after normalization and ReLU, with dropout between them, and a shortcut.
 
     Where the number of channels changes, the shortcut is a 1x1 convolution of the first activation, so that norm and
     ReLU are shared; elsewhere it is the block's input itself.
@@ -130,7 +130,7 @@ class WideResNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """The block of a ResNet: convolutions each followed by a norm, beside a shortcut, and a ReLU after their sum.
+    """The block of a ResNet: convolutions each followed by a norm, a shortcut, and a ReLU after their sum.
 
     Two 3x3 convolutions, or, as a bottleneck, 1x1, 3x3 and 1x1 with four times the channels. The first 3x3 convolution
     has the stride. Where shapes change the shortcut is a 1x1 convolution with a norm.

@@ -22,7 +22,7 @@ class Estimator:
         return {name: getattr(self, name) for name in self._parameters()}
 
     def set_params(self: Self, **params: Any) -> Self:
-        """Change arguments; what was fitted stays and is solved anew."""
+        """Change arguments; what was fitted stays and is solved again."""
         unknown = [name for name in params if name not in self._parameters()]
         if unknown:
             raise ValueError(
@@ -49,7 +49,7 @@ class Estimator:
 
 
 class NotFittedError(ValueError, AttributeError):
-    """A result was asked for before any sample was seen; of the bases of scikit-learn's own."""
+    """A result was asked for before any sample was seen; it has the bases of scikit-learn's error."""
 
 
 def not_fitted(text: str) -> Exception:

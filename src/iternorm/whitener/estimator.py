@@ -37,7 +37,7 @@ class Whitener(Estimator):
         eps: added to the diagonal of the covariance.
         shrinkage: from 0 to 1; how far the covariance is moved towards the identity.
         num_iters: the steps of "newton".
-        correction: 1 divides the covariance by the number of samples less one, as `torch.cov` does; 0 by their number.
+        correction: 1 divides the covariance by the number of samples minus one, as `torch.cov` does; 0 by their number.
         tol: a direction is empty whose variance is at most this share of the largest; None is 32 times the rounding
             of the data's dtype.
 
@@ -98,8 +98,8 @@ class Whitener(Estimator):
     def partial_fit(self: Self, X: Any, y: Any = None) -> Self:
         """Fit a batch on top of those before; an empty one changes nothing.
 
-        A batch on a GPU is not waited for. If it is not finite, the next batch or the first use of the fit raises, and
-        what was fitted before it has not changed.
+        A call does not wait for a GPU. If the batch is not finite, the next batch or the first use of the fit raises,
+        and what was fitted before it has not changed.
         """
         options.check(self.get_params())
         samples, _ = arrays.as_samples(X)
@@ -141,7 +141,7 @@ class Whitener(Estimator):
         return self.fit(X).transform(X)
 
     def inverse_transform(self, X: Any) -> Any:
-        """x of ``[samples, outputs]``: `transform` undone, but for directions that were dropped."""
+        """x from ``[samples, outputs]``: `transform` undone, except for directions that were dropped."""
         samples, is_array = arrays.as_samples(X)
         coloring = self._solved().coloring
         if samples.shape[1] != coloring.shape[1]:

@@ -122,14 +122,14 @@ def _batch_moments(x: Tensor, settings: Settings):
 
 def _batch_cross_moments(grad: Tensor, x: Tensor, mean: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     if _is_empty(x):
-        # Zeros made of the gradient: a compiler would move a collective of constants into the forward.
+        # Zeros computed from the gradient: a compiler would move a collective of constants into the forward.
         total = torch_verbs.as_planes(grad).sum((0, 2)).to(mean.dtype)
         return total, operators.matrices_like(x, settings.group_size, mean.dtype).zero_()
     return operators.call(operators.cross_moments, grad, x, mean, settings.group_size, settings.impl)
 
 
 def _is_cheap_to_keep(covariance: Tensor, num_iters: int, x: Tensor) -> bool:
-    """Whether the iterates take little memory beside the activation, which is kept too, or little at all."""
+    """Whether the iterates take little memory compared with the activation, which is kept too, or little at all."""
     kept = 2 * (num_iters - 1) * covariance.numel() * covariance.element_size()
     return kept <= max(x.numel() * x.element_size() // 8, 1 << 20)
 
@@ -160,7 +160,7 @@ def inverse_sqrt(
 
 
 def _steps(settings: Settings) -> int:
-    """Steps of an iteration in kernels of its own, which may be in fp64. ZCA is one that is run to convergence."""
+    """Steps of an iteration in its own kernels, which may be in fp64. ZCA is the iteration run to convergence."""
     return settings.steps if settings.exact else settings.num_iters
 
 
@@ -269,5 +269,5 @@ def centered_moments(x: Tensor, group_size: int) -> tuple[list[Tensor], Tensor, 
 
 
 def _solved(covariance: Tensor, solver: str, num_iters: int) -> Tensor:
-    """The public function of a solver, with the backward of its own."""
+    """The public function of a solver, with its own backward."""
     return solvers.newton(covariance, num_iters) if solver == "newton" else getattr(solvers, solver)(covariance)

@@ -1,4 +1,4 @@
-"""Whitening of each item of a batch by itself, as one differentiable function.
+"""Whitening of each item of a batch on its own, as one differentiable function.
 
 Where there are kernels, they read and write an item where it lies, with its scale and shift. Elsewhere this is a view
 of the operation on a batch, in which the items are groups of channels of one.
@@ -27,7 +27,7 @@ def whiten(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Sett
         x: ``[N, C, ...]``, checked.
         weight: ``[C]``, or None.
         bias: ``[C]``, or None.
-        settings: what is asked for. The group size counts rows.
+        settings: what to compute. The group size counts rows.
         rows: of an item's matrix: its C channels in order, C / rows to a row.
     """
     if x.numel() == 0:

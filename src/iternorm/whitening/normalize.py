@@ -1,4 +1,4 @@
-"""The way into the operation: a batch and what is asked of it, to the backend that computes it."""
+"""The entrance to the operation: takes a batch and its settings to the backend that computes it."""
 
 import torch
 from torch import Tensor
@@ -22,16 +22,16 @@ def normalize(
     backend: Backend | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Normalize `x` by its own statistics, which `statistics` then takes in, or in eval by those.
+    """Normalize `x` by its own statistics and update `statistics`, or normalize it by `statistics` in eval.
 
     Args:
         x: ``[N, C, ...]``, checked.
         weight: ``[C]``, or None.
         bias: ``[C]``, or None.
-        settings: what is asked for.
+        settings: what to compute.
         statistics: running statistics to update, or to use; None keeps none.
         training: use the statistics of the batch. Without running ones they are always used.
-        backend: what `dispatch.choose` says, where it has been asked already.
+        backend: the choice of `dispatch.choose`, if it has been made already.
         residual: added to the output before the activation; checked.
     """
     if backend is None:
@@ -105,7 +105,7 @@ def apply(
 
 
 def _finished(y: Tensor, residual: Tensor | None, settings: Settings) -> Tensor:
-    """What follows the normalization: an addition and an activation, where they are asked for."""
+    """The addition and the activation that follow the normalization, if there are any."""
     if residual is not None:
         y = y + residual
     # Not `settings.relu`: the compilers up to torch 2.9 take a property of a named tuple for a value of the graph.

@@ -58,9 +58,13 @@ def give_away(monkeypatch):
     return away
 
 
-def load_in_another_process():
-    build._libraries.clear()
-    return build.library(torch.float32)
+@pytest.fixture
+def load_in_another_process(as_new_process):
+    def load():
+        as_new_process()
+        return build.library(torch.float32)
+
+    return load
 
 
 def link(library):
@@ -78,7 +82,7 @@ def link(library):
     ],
     ids=["another user's", "writable by a group", "writable by all", "link"],
 )
-def test_a_file_that_is_not_the_users_own_is_replaced(arrange, kept, plant, give_away):
+def test_a_file_that_is_not_the_users_own_is_replaced(arrange, kept, plant, give_away, load_in_another_process):
     was_loaded = plant(kept.parent)
     arrange(kept, give_away)
     load_in_another_process()
@@ -101,7 +105,7 @@ def test_a_file_that_is_not_the_users_own_is_replaced(arrange, kept, plant, give
     ids=["another user's", "writable by a group", "writable by all", "sticky"],
 )
 def test_a_folder_that_is_not_the_users_own_is_neither_read_nor_written(
-    arrange, reason, kept, plant, give_away, tmp_path, monkeypatch
+    arrange, reason, kept, plant, give_away, tmp_path, monkeypatch, load_in_another_process
 ):
     was_loaded = plant(kept.parent)
     before = kept.stat()
@@ -119,7 +123,9 @@ def test_a_folder_that_is_not_the_users_own_is_neither_read_nor_written(
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
-def test_a_folder_of_the_users_own_may_lie_where_others_can_write(mode, fresh, compiler, monkeypatch):
+def test_a_folder_of_the_users_own_may_lie_where_others_can_write(
+    mode, fresh, compiler, monkeypatch, load_in_another_process
+):
     fresh.mkdir()
     fresh.chmod(mode)
     monkeypatch.setenv("ITERNORM_CACHE", str(fresh / "iternorm"))
@@ -136,7 +142,9 @@ def test_a_folder_of_the_users_own_may_lie_where_others_can_write(mode, fresh, c
 
 
 @pytest.mark.parametrize("when", ["reading", "building"])
-def test_a_folder_that_is_exchanged_after_it_was_looked_at_is_not_used(when, kept, plant, monkeypatch):
+def test_a_folder_that_is_exchanged_after_it_was_looked_at_is_not_used(
+    when, kept, plant, monkeypatch, load_in_another_process
+):
     # Others can do that where they can write to its parent, with no sticky bit on it.
     if when == "building":
         kept.unlink()
@@ -144,14 +152,16 @@ def test_a_folder_that_is_exchanged_after_it_was_looked_at_is_not_used(when, kep
     elsewhere.mkdir()
     was_loaded = plant(elsewhere)
 
-    def exchange(path, status):
-        check(path, status)
-        if path == folder:
+    number, fstat = folder.stat().st_ino, os.fstat
+
+    def exchange(descriptor):
+        status = fstat(descriptor)
+        if status.st_ino == number and elsewhere.exists():
             folder.rename(folder.with_name("moved"))
             elsewhere.rename(folder)
+        return status
 
-    check = cache._check
-    monkeypatch.setattr(cache, "_check", exchange)
+    monkeypatch.setattr(os, "fstat", exchange)
     load_in_another_process()
     assert not was_loaded()
     assert [path.name for path in folder.with_name("moved").iterdir()] == [kept.name]

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from checks import correlated, relative_error
+from checks import channels_last, correlated, relative_error
 
 import iternorm
 from iternorm import functional
@@ -35,10 +35,6 @@ def calls(monkeypatch):
 
 NATIVE = ["native moments", "native apply", "native cross_moments", "native apply_backward"]
 PLAIN = [name.replace("native", "torch") for name in NATIVE]
-
-
-def channels_last(x):
-    return x.contiguous(memory_format=torch.channels_last)
 
 
 def strided(x):

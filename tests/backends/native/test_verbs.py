@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import SHAPES, by_group, correlated, padded, relative_error
+from checks import SHAPES, by_group, channels_last, correlated, padded, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,10 +21,6 @@ def _built():
     for dtype in DTYPES:
         if reason := build.failure(dtype):
             pytest.skip(reason)
-
-
-def channels_last(x):
-    return x.contiguous(memory_format={4: torch.channels_last, 5: torch.channels_last_3d}[x.ndim])
 
 
 def layouts(x):
@@ -138,14 +134,7 @@ def test_any_shape(samples, groups_of, ragged, spatial, dtype, seed):
     check((samples, groups_of + ragged % groups_of, *spatial), groups_of, dtype)
 
 
-@pytest.mark.parametrize("instructions", ["x86-64", "x86-64-v3"])
-def test_machines_with_narrower_vectors(instructions, monkeypatch, tmp_path):
-    if "x86_64" not in build._cpu():
-        pytest.skip("the instruction sets of x86-64")
-    flags = tuple(f"-march={instructions}" if f == "-march=native" else f for f in build._COMPILE)
-    monkeypatch.setattr(build, "_COMPILE", flags)
-    monkeypatch.setattr(build, "_libraries", {})
-    monkeypatch.setenv("ITERNORM_CACHE", str(tmp_path))
+def test_machines_with_narrower_vectors(narrower_vectors):
     for dtype in DTYPES:
         for shape, group_size in SHAPES + MORE_SHAPES:
             check(shape, group_size, dtype)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
-    pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
+    pytest.skip("with a GPU the kernels are compiled: gpu/test_kernels.py", allow_module_level=True)
 
 from iternorm import IterNorm2d
 from iternorm.backends.triton import iteration, layout, plan, precision, runtime

@@ -11,7 +11,7 @@ from iternorm import IterNorm2d
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
-    pytest.skip("with a GPU the kernels are compiled: test_gpu_modes.py", allow_module_level=True)
+    pytest.skip("with a GPU the kernels are compiled: gpu/test_modes.py", allow_module_level=True)
 
 
 def norm():

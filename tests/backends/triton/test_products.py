@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
-    pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
+    pytest.skip("with a GPU the kernels are compiled: gpu/test_kernels.py", allow_module_level=True)
 
 import triton
 import triton.language as tl

@@ -16,7 +16,7 @@ from iternorm.models import convert
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
-    pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
+    pytest.skip("with a GPU the kernels are compiled: gpu/test_kernels.py", allow_module_level=True)
 
 SHAPE = (6, 8, 3, 3)
 

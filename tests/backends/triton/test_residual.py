@@ -8,7 +8,7 @@ from iternorm import IterNorm1d, IterNorm2d, reference
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
-    pytest.skip("with a GPU the kernels are compiled: test_gpu_residual.py", allow_module_level=True)
+    pytest.skip("with a GPU the kernels are compiled: gpu/test_residual.py", allow_module_level=True)
 
 from iternorm.whitening import fused
 

@@ -14,7 +14,7 @@ import iternorm
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
-    pytest.skip("with a GPU the kernels are compiled: test_gpu_synchronized.py", allow_module_level=True)
+    pytest.skip("with a GPU the kernels are compiled: gpu/test_synchronized.py", allow_module_level=True)
 
 from iternorm.backends.triton import plan
 from iternorm.backends.triton import synchronized as chains

@@ -10,7 +10,7 @@ from iternorm import IterNorm1d, solvers
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
-    pytest.skip("with a GPU the kernels are compiled: test_gpu_many_steps.py", allow_module_level=True)
+    pytest.skip("with a GPU the kernels are compiled: gpu/test_many_steps.py", allow_module_level=True)
 
 import triton
 import triton.language as tl

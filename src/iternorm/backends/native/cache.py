@@ -42,8 +42,8 @@ def opened() -> Iterator[Path]:
 def held(path: Path) -> Iterator[Path]:
     """Another path of a folder that only this user can write to; raises `Refused` where others can.
 
-    Where others can write to a parent of the folder, they can put another one in its place after the check. The path
-    that is given here goes by way of the open folder, and always leads to the one that was checked.
+    Users who can write to a parent of the folder can replace the folder after the check. The path that is returned goes
+    through the open descriptor, so it always leads to the folder that was checked.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

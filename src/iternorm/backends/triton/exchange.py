@@ -1,4 +1,4 @@
-"""The launches beside the collectives of a synchronized layer: `device/exchange.py` has the kernels.
+"""The launches before and after the collectives of a synchronized layer: `device/exchange.py` has the kernels.
 
 A program has a row of a group's matrix each, and goes over its columns.
 """
@@ -54,7 +54,7 @@ class Exchange:
         return self._launch(sent_weight_gradient, layout.group_size, pointers, (layout.channels,), (0,), {}, True)
 
     def _launch(self, kernel, rows, pointers, integers, specialized, constants: dict[str, Any], dependent) -> Launch:
-        """What follows a collective is no dependent launch: the launch before it is not one of ours."""
+        """What follows a collective is not a dependent launch: the launch before it is not one of ours."""
         constants = {"D": self._layout.group_size, **constants, "BC": self._block}
         grid = (rows, self._layout.num_groups)
         return Launch(kernel, grid, pointers, (), integers, specialized, constants, 4, self._device, dependent)

@@ -91,7 +91,7 @@ def newton_range(num_iters: int) -> float:
 
 
 def jitter(split: int) -> float:
-    """What ZCA's variances are raised by, relative to each: more than rounding makes of zero eigenvalues.
+    """What ZCA's variances are raised by, relative to each: more than the rounding of zero eigenvalues.
 
     A negative one would grow to infinity in the iteration's many steps. Two parts leave out the product of the lower
     ones, about 2^-20 of the variances; the other products are exact, and their sums in fp32.

@@ -89,7 +89,7 @@ class _Chain:
         self._launches.run(stream, tuple(name for name, _ in calls), tuple(values for _, values in calls))
 
     def _calls(self, source, partials, scale, places) -> tuple[list[Call], tuple]:
-        """All launches but the last, and what that takes but for its target."""
+        """All launches except the last, and the arguments of the last except its target."""
         current, between, *factors, half, other, first, second = places
         sizes, p, steps = self._sizes, self._p, self._steps
         smallest = torch.finfo(torch.float32).tiny ** 0.5

@@ -1,4 +1,4 @@
-"""The benchmark of synchronized layers on a GPU: what a rank computes itself, beside the collectives.
+"""The benchmark of synchronized layers on a GPU: what a rank computes itself, without the collectives.
 
 `run_synchronized()` returns a dictionary that json.dumps takes, after about a minute.
 """

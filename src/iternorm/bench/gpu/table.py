@@ -104,7 +104,7 @@ def _training_lines(setting: dict) -> list[str]:
 
 
 def markdown(result: dict) -> str:
-    """The README's tables: the layers, and the training step."""
+    """The tables for documents: the layers, and the training step."""
     training = [setting for setting in result["training"] if setting["networks"]]
     return "\n".join(
         [

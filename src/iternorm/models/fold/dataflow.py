@@ -116,7 +116,7 @@ def _residual(args: Any, kwargs: Any) -> Any:
 
 
 def _called_once(calls: Iterable[nn.Module], model: nn.Module) -> set[nn.Module]:
-    """Layers called once, found in one place, with parameters of their own, that no hook watches or changes."""
+    """Layers that are called once, in one place, with their own parameters and without hooks."""
     places = Counter(layer for _, layer in model.named_modules(remove_duplicate=False))
     owners = Counter(p for layer in model.modules() for p in layer._parameters.values())
     return {

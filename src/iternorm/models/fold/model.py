@@ -41,13 +41,13 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
 
     Each whitening layer goes, in this order of preference, into the convolution, transposed convolution or linear
     layer before it ("previous"), into the unpadded convolution or linear layer after it ("next"), or becomes one
-    grouped 1x1 convolution or linear map ("pointwise"). The last happens if a ReLU or an addition lies between, or if a
-    neighbour is used more than once, shares its weights, is parametrized, or has a hook. A folded layer leaves an
-    `nn.Identity` in its place. Layers that whiten each sample by itself have no fixed map and stay ("kept").
+    grouped 1x1 convolution or linear map ("pointwise"). The last happens if there is a ReLU or an addition in between,
+    or if a neighbour is used more than once, shares its weights, is parametrized, or has a hook. `nn.Identity` replaces
+    a folded layer. Layers that whiten each sample on its own have no fixed map and stay ("kept").
 
-    Which layers are neighbours is found by tracing with torch.fx, or, with `example_inputs`, by following one run of
-    the model, for models that torch.fx cannot trace. The result then holds for the path that this run took. Without it,
-    a linear layer beside an IterNorm1d is taken to have ``[N, C]`` there.
+    Neighbours are found by tracing with torch.fx. For models that torch.fx cannot trace, give `example_inputs`: then
+    they are found by following one run of the model, and the result holds for the path that this run took. Without
+    them, a linear layer next to an IterNorm1d is assumed to have ``[N, C]`` between them.
 
     Args:
         model: in eval mode. It is not changed.

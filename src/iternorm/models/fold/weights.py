@@ -139,8 +139,8 @@ def fold_into_previous_layer(layer: Any, norm: WhiteningNorm) -> nn.Module:
     _check_pair(layer, norm)
     matrix, offset = eval_map(norm)
     transposed = isinstance(layer, nn.modules.conv._ConvTransposeNd)
-    words = {"groups": getattr(layer, "groups", 1), "transposed": transposed}
-    return with_weights(layer, fold_into_previous(layer.weight, layer.bias, matrix, offset, **words))
+    options = {"groups": getattr(layer, "groups", 1), "transposed": transposed}
+    return with_weights(layer, fold_into_previous(layer.weight, layer.bias, matrix, offset, **options))
 
 
 def fold_into_next_layer(norm: WhiteningNorm, layer: Any) -> nn.Module:
@@ -165,7 +165,7 @@ def fold_pointwise(norm: WhiteningNorm, dimensions: int | None = None) -> nn.Mod
 
     Args:
         norm: in eval mode.
-        dimensions: of its input, where known; the norm of 2-D and 3-D images knows by itself.
+        dimensions: of its input, if known; the norms of 2-D and 3-D images know it themselves.
     """
     _check_eval(norm)
     _check_linear(norm)

@@ -45,8 +45,8 @@ def standard_candidates(
 ) -> list[Candidate]:
     """The candidates of the paper's Table A1 and of today. Groups larger than `num_channels` are left out.
 
-    The paper whitens all channels together, so its IterNorm figures stand beside the rows whose group is all channels.
-    It does not state the group of its DBN: the figure stands beside the group of 16 that DBN is used with.
+    The paper whitens all channels together, so its IterNorm figures are in the rows whose group is all channels. It
+    does not state the group size of its DBN; that figure is in the row of groups of 16, which DBN is used with.
     """
     from iternorm.layers.norms import DecorrelatedBatchNorm2d, IterNorm2d
 

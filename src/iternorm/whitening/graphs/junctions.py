@@ -142,7 +142,7 @@ def _ask(layer: Node, asked: dict[str, Any]) -> None:
 
 
 def _join_backward(graph: Graph, backward: Node, output: Node, has_residual: bool) -> None:
-    """Let the operator mask its gradient itself, if the mask is all that lies before it."""
+    """Let the operator mask its gradient itself, if the mask is all that precedes it."""
     asked: dict[str, Any] = dict(zip(BACKWARD, backward.args, strict=True))
     masked = asked["grad"]
     grad = _masked_by(masked, output)
