@@ -268,8 +268,8 @@ def _call_of(compiled) -> tuple[Any, tuple]:
     return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *metadata)
 
 
-# Whose kernels take two pointers to scratch memory after their own arguments.
-_KNOWN_TRITONS = ("3.5.", "3.6.")
+# Whose kernels take two pointers to scratch memory after their own arguments: read in its source, run with 3.6.
+_KNOWN_TRITONS = ("3.5.", "3.6.", "3.7.", "3.8.", "3.9.")
 
 
 def _for_driver(compiled) -> ForDriver | None:

@@ -55,22 +55,55 @@ def test_other_streams_and_graphs(monkeypatch):
     from iternorm.backends.triton.eager import library
 
     layer = DecorrelatedBatchNorm2d(64).cuda()
-    x = correlated(32, 64, 8, 8, dtype=torch.float32).cuda().requires_grad_()
+    values = correlated(32, 64, 8, 8, dtype=torch.float32).cuda()
+
+    def step():
+        x = values.clone().requires_grad_()
+        y = layer(x)
+        return y, torch.autograd.grad(y, x, values)[0], y.grad_fn.name()
+
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            y = layer(x)
-            (grad,) = torch.autograd.grad(y, x, x.detach())
+            y, grad, name = step()
     torch.cuda.current_stream().wait_stream(stream)
-    assert "_WhitenEager" not in y.grad_fn.name()
+    assert "_WhitenEager" not in name
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = layer(x)
-        (captured_grad,) = torch.autograd.grad(captured, x, x.detach())
+        captured, captured_grad, name = step()
+    assert "_WhitenEager" not in name
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, y)
     assert torch.equal(captured_grad, grad)
     monkeypatch.setattr(library, "_found", None)
-    assert torch.equal(layer(x), y)
+    assert torch.equal(step()[0], y)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_compiled_layer_is_launched_from_cpp(residual, monkeypatch):
+    """The same bits as before the operators were registered."""
+    from iternorm.whitening import fused
+
+    def train(layer):
+        compiled, found = torch.compile(layer, fullgraph=True), []
+        torch.manual_seed(4)
+        for _ in range(3):
+            x, z = (torch.randn(8, 64, 6, 6, device="cuda").bfloat16().requires_grad_() for _ in range(2))
+            y = torch.relu(compiled(x) + z) if residual else compiled(x)
+            y.square().sum().backward()
+            found += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+        return [*found, *(value.clone() for value in layer.state_dict().values())]
+
+    monkeypatch.setattr(fused, "_registration", object())
+    expected = train(IterNorm2d(64).cuda())
+    torch.compiler.reset()
+    monkeypatch.setattr(fused, "_registration", None)
+    fused._register_compiled()
+    calls = []
+    monkeypatch.setattr(fused, "kernels", lambda: calls.append(1))
+    found = train(IterNorm2d(64).cuda())
+    assert not calls
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
