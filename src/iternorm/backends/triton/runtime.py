@@ -277,9 +277,9 @@ def _for_driver(compiled) -> ForDriver | None:
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
     if scratch or metadata.num_ctas != 1 or not triton.__version__.startswith(_KNOWN_TRITONS):
         return None
-    words = run.launch_pdl, run.launch_cooperative_grid
+    dependent, cooperative = bool(run.launch_pdl), bool(run.launch_cooperative_grid)
     types = tuple(compiled.src.signature.values())
-    return ForDriver(compiled.function, 32 * metadata.num_warps, metadata.shared, *map(bool, words), types, 2)
+    return ForDriver(compiled.function, 32 * metadata.num_warps, metadata.shared, dependent, cooperative, types, 2)
 
 
 @functools.cache

@@ -78,7 +78,9 @@ class _WhitenEager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *_gradients(ctx.plan, ctx.settings, grad, *ctx.saved_tensors, ctx.needs_input_grad), None, None
+        x, weight, bias, state, output = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        return *_gradients(ctx.plan, ctx.settings, grad, x, weight, bias, state, output, needs), None, None
 
 
 def _gradients(plan, settings: Settings, grad, x, weight, bias, state, output, needs) -> tuple:

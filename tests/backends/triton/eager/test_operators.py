@@ -1,5 +1,7 @@
 """The operators of compiled graphs and synchronized layers, launched from C++ as Python launches them, bit for bit."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -114,7 +116,7 @@ def test_a_synchronized_step_from_cpp_is_that_from_python(activation, driver, mo
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         layers = [SyncIterNorm(6, group_size=4, num_iters=1, impl="triton", activation=activation) for _ in range(2)]
-        results = []
+        results, found = [], []
         for layer, built in zip(layers, (library._found, None), strict=True):
             monkeypatch.setattr(library, "_found", built)
             torch.manual_seed(3)
@@ -134,7 +136,7 @@ def test_a_synchronized_step_from_cpp_is_that_from_python(activation, driver, mo
 def test_an_error_of_a_collective_reaches_the_caller(driver, monkeypatch):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        layer = SyncIterNorm(6, group_size=4, num_iters=1, impl="triton")
+        layer: Any = SyncIterNorm(6, group_size=4, num_iters=1, impl="triton")
         for _ in range(2):
             layer(batch().requires_grad_())
 

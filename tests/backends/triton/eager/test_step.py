@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def test_groups_above_64_channels(driver, poisoned_memory):
         assert torch.equal(ours, theirs)
 
 
-def used_layer(**arguments) -> IterNorm2d:
+def used_layer(**arguments) -> Any:
     """A layer whose next batch, if it is like those before, is launched from C++."""
     layer = IterNorm2d(6, group_size=4, num_iters=1, impl="triton", **arguments)
     for _ in range(2):
@@ -105,7 +106,7 @@ def used_layer(**arguments) -> IterNorm2d:
     return layer
 
 
-def like(layer) -> IterNorm2d:
+def like(layer) -> Any:
     """A layer in the same state, whose next batch is launched from Python."""
     other = IterNorm2d(6, group_size=4, num_iters=1, impl="triton", activation=layer.activation)
     other.load_state_dict(layer.state_dict())

@@ -1,5 +1,7 @@
 """On a GPU a step that is launched from C++ is the step that Python launches, bit for bit."""
 
+from typing import Any
+
 import pytest
 import torch
 from checks import correlated
@@ -18,7 +20,7 @@ def _compiled():
 
 def steps(layer, shape, dtype, channels_last, residual, count=3):
     torch.manual_seed(2)
-    found = []
+    found, name = [], ""
     for _ in range(count):
         format = torch.channels_last if channels_last else torch.contiguous_format
         x, z, grad = (
@@ -30,7 +32,8 @@ def steps(layer, shape, dtype, channels_last, residual, count=3):
         y.backward(grad)
         found += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
         found += [] if z is None else [z.grad]
-    return [*found, *(value.clone() for value in layer.state_dict().values())], y.grad_fn.name()
+        name = y.grad_fn.name()
+    return [*found, *(value.clone() for value in layer.state_dict().values())], name
 
 
 @pytest.mark.parametrize("group_size", [32, None])
@@ -57,7 +60,7 @@ def test_other_streams_and_graphs(monkeypatch):
     layer = DecorrelatedBatchNorm2d(64).cuda()
     values = correlated(32, 64, 8, 8, dtype=torch.float32).cuda()
 
-    def step():
+    def step() -> Any:
         x = values.clone().requires_grad_()
         y = layer(x)
         return y, torch.autograd.grad(y, x, values)[0], y.grad_fn.name()
@@ -65,8 +68,9 @@ def test_other_streams_and_graphs(monkeypatch):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
-            y, grad, name = step()
+        for _ in range(2):
+            step()
+        y, grad, name = step()
     torch.cuda.current_stream().wait_stream(stream)
     assert "_WhitenEager" not in name
     graph = torch.cuda.CUDAGraph()
@@ -101,9 +105,11 @@ def test_a_compiled_layer_is_launched_from_cpp(residual, monkeypatch):
     torch.compiler.reset()
     monkeypatch.setattr(fused, "_registration", None)
     fused._register_compiled()
-    calls = []
-    monkeypatch.setattr(fused, "kernels", lambda: calls.append(1))
+    from iternorm.backends.triton import run
+
+    for name in ("forward", "backward"):
+        # Python launches nothing.
+        monkeypatch.delattr(run, name)
     found = train(IterNorm2d(64).cuda())
-    assert not calls
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)

@@ -50,7 +50,7 @@ _passes: dict[tuple, Any] = {}
 
 
 def step_for(
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Any, ...],
     settings: Any,
     statistics: Any,
     gradients: Callable[..., tuple],
@@ -86,7 +86,7 @@ def step_for(
     return _kept((plan, settings, momentum), make)
 
 
-def forward_pass_for(tensors: tuple[Tensor | None, ...], running: Any, options: tuple) -> Any:
+def forward_pass_for(tensors: tuple[Any, ...], running: Any, options: tuple) -> Any:
     """A pass for the operator `fused_forward`, or None; `options` are its last five arguments."""
     x, weight, bias, residual = tensors[:4]
     group_size, num_iters, eps, exact, relu = options
