@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from iternorm.backends.torch.verbs import is_rows
-from iternorm.backends.triton.device.items import item_cross_moments, item_moments
+from iternorm.backends.triton.device.item_moments import item_cross_moments, item_moments
 from iternorm.backends.triton.device.tiles import Passing, Tile
 from iternorm.backends.triton.layout import (
     LARGEST_NEWTON,
@@ -30,8 +30,7 @@ from iternorm.whitening import groups
 
 # The neighbouring channels in a tile of channels_last memory: two of the pieces of 32 bytes that memory is read in.
 _PACKED_BYTES = 64
-# The most channels of channels_last memory of which a tile has all: the matrix that multiplies them is as large as those
-# of a layer over a batch.
+# The most channels of which a tile of channels_last memory has all: what multiplies them is as large as for a batch.
 _MOST_TOGETHER = LARGEST_NEWTON
 # Of contiguous memory, a tile holds positions of one channel: with fewer of them it is mostly empty.
 _LEAST_POSITIONS = 16
