@@ -19,7 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from iternorm.backends.triton import items, plan, roots, runtime, stream
-from iternorm.backends.triton.precision import Split
 from iternorm.linalg.roots import _schedule
 
 DTYPES = {"exact": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,8 +59,8 @@ def print_stream(size: int) -> None:
     """The launches of a batch of a stream."""
     with FakeTensorMode():
         x = torch.empty(2**18, size, device="cuda:0")
-        made = plan.plan_for(x, None, None, size, 0, None, split=Split.STREAMED)
-    for name, launch in (("moments", made.launches["moments"]), ("join", stream._joining(made, False))):
+        made = stream._plan_for(x)
+    for name, launch in (("moments", made.launches["moments"]), ("join", made.joins[False])):
         print(name, launch.prepared[0].metadata.shared)
 
 

@@ -1,7 +1,7 @@
 """Whitening of each item of a batch by itself: `forward` and `backward`, in the launches of a layer over a batch.
 
 A group of the plan is a group of one item, and its samples are the item's own. γ and β are those of the item's channels
-(`device/items.py`).
+(`device/items/tiles.py`).
 """
 
 import functools
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from iternorm.backends.torch.verbs import is_rows
-from iternorm.backends.triton.device.item_moments import item_cross_moments, item_moments
+from iternorm.backends.triton.device.items.moments import item_cross_moments, item_moments
 from iternorm.backends.triton.device.tiles import Passing, Tile
 from iternorm.backends.triton.layout import (
     LARGEST_NEWTON,

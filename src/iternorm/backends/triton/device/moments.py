@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.exchange import sent_places
-from iternorm.backends.triton.device.products import halves, in_parts, split_dot
+from iternorm.backends.triton.device.products import in_parts, split_dot
 from iternorm.backends.triton.device.running import copy_count
 from iternorm.backends.triton.device.tiles import (
     channels_of,
@@ -46,23 +46,6 @@ def outer_product(a, x, gram, TILE: tl.constexpr):
 
 
 @triton.jit
-def streamed_products(x, gram, squares, TILE: tl.constexpr):
-    """gram + Σ u (u + 2 v)ᵀ and squares + v² for a tile of x = u + v, in two products.
-
-    The symmetric part of the sum is Σ x xᵀ less Σ v vᵀ, of which the squares are the diagonal. Besides it there is
-    nothing but rounding, unless features are multiples of each other: 3e-6 of their covariance. A batch of a stream
-    has thousands of samples for each program, so tiles are added outside, as in `outer_product`.
-    """
-    upper, lower = halves(x)
-    twice = (2.0 * lower).to(tl.bfloat16)
-    if TILE.ROWS:
-        product = tl.dot(tl.trans(upper), upper, tl.dot(tl.trans(upper), twice))
-    else:
-        product = tl.dot(upper, tl.trans(upper), tl.dot(upper, tl.trans(twice)))
-    return gram + product, squares + lower * lower
-
-
-@triton.jit
 def rounded_pilot(pilot, TILE: tl.constexpr):
     """A pilot as it is subtracted: a bfloat16 value less a bfloat16 shift rounds to bfloat16 with little loss."""
     if TILE.PARTS == 1:
@@ -75,8 +58,6 @@ def own_products(x, gram, mixed, TILE: tl.constexpr):
     """Σ x xᵀ with a tile added to it. Products of unlike parts are kept once, in `mixed`: see `gram_tile`."""
     if TILE.PARTS < 2:
         gram = outer_product(x, x, gram, TILE)
-    elif TILE.PARTS == 4:
-        gram, mixed = streamed_products(x, gram, mixed, TILE)
     else:
         x1, x2, x3 = in_parts(x, TILE.PARTS)
         if TILE.ROWS:
@@ -96,22 +77,13 @@ def own_products(x, gram, mixed, TILE: tl.constexpr):
 def no_products(TILE: tl.constexpr):
     """Where `own_products` begins."""
     BC: tl.constexpr = TILE.BC
-    gram = tl.zeros([BC, BC], dtype=tl.float32)
-    if TILE.PARTS == 4:
-        mixed = zero_tile(TILE)
-    else:
-        mixed = tl.zeros([BC, BC], dtype=tl.float32)
-    return gram, mixed
+    return tl.zeros([BC, BC], dtype=tl.float32), tl.zeros([BC, BC], dtype=tl.float32)
 
 
 @triton.jit
 def summed_products(gram, mixed, TILE: tl.constexpr):
     """Σ x xᵀ of what `own_products` has added up."""
-    if TILE.PARTS == 4:
-        index = tl.arange(0, TILE.BC)
-        squares = over_samples(mixed, TILE.ROWS)
-        gram = 0.5 * (gram + tl.trans(gram)) + tl.where(index[:, None] == index[None, :], squares[:, None], 0.0)
-    elif TILE.PARTS > 1:
+    if TILE.PARTS > 1:
         gram += mixed + tl.trans(mixed)
     return gram
 
@@ -164,7 +136,6 @@ def gram_tile(
 ):
     """Add one tile to Σ a xᵀ and Σ a. With a = x, products of unlike parts are kept once, in `mixed`.
 
-    Of a stream that has the squares of `streamed_products`, a tile.
     The program's `first` tile gives the shift of a = x.
     """
     samples = sample_offsets(start, L, C, TILE)

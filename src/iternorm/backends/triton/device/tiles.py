@@ -25,7 +25,7 @@ class Tile(NamedTuple):
     INT64: bool  # offsets past 2^31
     EVEN: bool  # every group fills its tile: no channel is masked
     STAGES: int  # of the loop that loads tiles
-    # Where each item of a batch is whitened by itself, see `device/items.py`.
+    # Where each item of a batch is whitened by itself, see `device/items/tiles.py`.
     SPAN: int = 0  # channels of a row; 0 where the batch is whitened together
     PACK: int = 1  # of them, those that are in one tile
     SETS: int = 1  # groups of an item

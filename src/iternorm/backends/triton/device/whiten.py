@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.apply import backward_tiles, forward_tiles
-from iternorm.backends.triton.device.items import backward_items, begin_of, forward_items, on_items, rows_of
+from iternorm.backends.triton.device.items.tiles import backward_items, begin_of, forward_items, on_items, rows_of
 from iternorm.backends.triton.device.newton import differentiate, iterate, total
 from iternorm.backends.triton.device.running import (
     all_finite,

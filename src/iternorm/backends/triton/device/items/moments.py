@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.apply import as_operand
-from iternorm.backends.triton.device.items import (
+from iternorm.backends.triton.device.items.tiles import (
     along_tile,
     begin_of,
     blocks_of,
