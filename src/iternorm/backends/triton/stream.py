@@ -28,9 +28,14 @@ class StreamPlan(Plan):
         return self._passes("moments", stream_moments, pointers, constants, True, block=width)
 
     @functools.cached_property
-    def joins(self) -> tuple[Launch, Launch]:
-        """The second launch: after what was seen before, and where that is nothing."""
-        return self._join(torch.float64), self._join(None)
+    def first_join(self) -> Launch:
+        """The second launch where nothing was seen before."""
+        return self._join(None)
+
+    @functools.cached_property
+    def next_join(self) -> Launch:
+        """The second launch after other batches."""
+        return self._join(torch.float64)
 
     def _join(self, before: torch.dtype | None) -> Launch:
         layout = self.layout
@@ -104,5 +109,6 @@ def join(x: Tensor, seen: int, mean: Tensor | None, covariance: Tensor | None) -
         at = squares + squares % 2
         joined = x.new_empty(at + size + 1, dtype=torch.float64)
         stream, given = given_to(x.device, partials, mean, covariance, joined)
-        plan.joins[mean is None](stream, (*given, seen))
+        last = plan.first_join if mean is None else plan.next_join
+        last(stream, (*given, seen))
     return joined[at : at + size], joined[:squares].view(size, size), joined[-1]
