@@ -296,10 +296,11 @@ class Plan:
             return Launch(wide_reduce, grid, pointers, (), integers, (1,), words, 4, self.key.device)
         # All partials of a row at once where they are few enough: a loop waits for the memory at every turn.
         side, span = self._partials
-        block = max(16, min(256, 1 << (count * span - 1).bit_length()))
+        block = max(2, min(256, 1 << (count * span - 1).bit_length()))
         grid = (layout.num_groups, layout.padded)
         words = {**common, "BC": side, "SPAN": span, "PB": block}
-        return Launch(reduce_moments, grid, pointers, (), integers, (1,), words, block // 16, self.key.device)
+        warps = max(1, block // 16)
+        return Launch(reduce_moments, grid, pointers, (), integers, (1,), words, warps, self.key.device)
 
     def _cross_reduce(self) -> Launch:
         return self._reduce(backward=True)
