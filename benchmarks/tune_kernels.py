@@ -151,12 +151,12 @@ def forget() -> None:
     """Drop all plans."""
     plans._plans.clear()
     items._plans.clear()
-    stream._joining.cache_clear()
+    stream._plans.clear()
 
 
 def tiles_of(kernel: str) -> Tiles:
     """What the last pass gave to a kernel: smaller tiles than those asked for where they do not fit the GPU."""
-    (plan,) = (*plans._plans.values(), *items._plans.values())
+    (plan,) = (*plans._plans.values(), *items._plans.values(), *stream._plans.values())
     launch = plan.launches[kernel]
     return plan._chosen[kernel]._replace(samples=launch.constants["TILE"].BL)
 

@@ -3,7 +3,7 @@
     python compile_for.py CAPABILITY SHARED_BYTES exact|tf32|bf16|fp16 rows|planes [GROUP_SIZE] [relu] [many] [ranks]
     python compile_for.py CAPABILITY SHARED_BYTES roots ROWS
     python compile_for.py CAPABILITY SHARED_BYTES stream FEATURES
-    python compile_for.py CAPABILITY SHARED_BYTES exact|tf32|bf16|fp16 rows|planes items [ROWS] [relu]
+    python compile_for.py CAPABILITY SHARED_BYTES exact|tf32|bf16|fp16 rows|planes [HALF_THE_CHANNELS] items ROWS [relu]
 
 With `many`, for 24 steps in place of 5; with `ranks`, for a layer that 8 of them share. Prints, for each launch, its
 name, the samples of a tile, its stages, and what it asks for of shared memory.
@@ -19,7 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from iternorm.backends.triton import items, plan, roots, runtime, stream
-from iternorm.backends.triton.precision import Split
 from iternorm.linalg.roots import _schedule
 
 DTYPES = {"exact": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,8 +59,8 @@ def print_stream(size: int) -> None:
     """The launches of a batch of a stream."""
     with FakeTensorMode():
         x = torch.empty(2**18, size, device="cuda:0")
-        made = plan.plan_for(x, None, None, size, 0, None, split=Split.STREAMED)
-    for name, launch in (("moments", made.launches["moments"]), ("join", stream._joining(made, False))):
+        made = stream._plan_for(x)
+    for name, launch in (("moments", made.launches["moments"]), ("join", made.next_join)):
         print(name, launch.prepared[0].metadata.shared)
 
 
@@ -92,7 +91,7 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
         if layout == "rows":
             x = x.to(memory_format=torch.channels_last)
         if "items" in more:
-            print_items(x, int(more[1]), "relu" in more)
+            print_items(x, int(more[more.index("items") + 1]), "relu" in more)
             return
         weight = torch.empty(2 * size, device="cuda:0")
         steps, residual = 24 if "many" in more else 5, "residual" in more

@@ -1,6 +1,7 @@
 """Whitening of each sample in the kernels, in Triton's interpreter: against fp64, and how often memory is read."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -27,7 +28,10 @@ CASES = {
     "programs share blocks": (GROUP, {"num_groups": 3}, (1, 15, 5, 5)),
     "more samples than programs": (GROUP, {"num_groups": 4}, (7, 8, 4, 4)),
     "three channels to a row": (GROUP, {"num_groups": 4, "activation": "relu"}, (2, 12, 5, 5)),
-    "more channels than a tile takes": (GROUP, {"num_groups": 2}, (1, 64, 4, 4)),
+    "few rows of many channels": (GROUP, {"num_groups": 2}, (1, 64, 4, 4)),
+    "an odd number of rows": (GROUP, {"num_groups": 5, "activation": "relu"}, (2, 20, 7, 5)),
+    "more channels than a tile takes": (GROUP, {"num_groups": 2}, (1, 96, 4, 4)),
+    "all channels of more rows": (GROUP, {"num_groups": 18, "activation": "relu"}, (2, 72, 5, 5)),
     "one group": (GROUP, {"num_groups": 1, "bias": False}, (2, 6, 4, 4)),
     "no scale": (GROUP, {"num_groups": 4, "affine": False, "activation": "relu"}, (2, 8, 4, 4)),
     "group3d": (GROUP, {"num_groups": 4}, (2, 8, 3, 3, 2)),
@@ -94,6 +98,24 @@ def test_output_and_gradients_equal_those_in_double_precision(case, last, launch
     for actual, wanted in zip(*found, strict=True):
         # ZCA's iteration multiplies the rounding of a covariance by its condition number.
         assert relative_error(actual, wanted) < (2e-5 if case == "zca" else 2e-6)
+
+
+@pytest.mark.parametrize("case", ["an odd number of rows", "all channels of more rows"])
+def test_half_precision_is_rounded_once(case, launched, poisoned_memory):
+    kind, words, shape = CASES[case]
+    layer = made(kind, words, shape)
+    x, grad = (laid_out(torch.randn(shape).bfloat16(), True) for _ in range(2))
+    found = []
+    for own, dtype in ((layer, torch.bfloat16), (exact(layer), torch.float64)):
+        given = x.to(dtype).requires_grad_()
+        y = own(given)
+        # Where rounding has moved a value across zero, a ReLU would pass another gradient.
+        passed = grad.to(dtype) * (found[0][0] > 0) if found else grad
+        found.append((y, *torch.autograd.grad(y, (given, *own.parameters()), passed)))
+    assert "item_cross_moments" in launched
+    for actual, wanted in zip(*found, strict=True):
+        # The interpreter multiplies in fp32. bfloat16 has eight bits.
+        assert relative_error(actual, wanted) < 4e-3
 
 
 class Operations(TorchDispatchMode):
@@ -188,17 +210,19 @@ def test_shares_of_programs_hold_every_tile_once():
     for shape in ((1, 64, 5, 5), (3, 96, 20, 20), (200, 64, 8, 8), (1, 512, 7, 7), (2, 8, 64, 64)):
         for last in (False, True):
             x = laid_out(torch.empty(shape), last)
-            for sms in (3, 132):
+            for sms, size in itertools.product((3, 132), (8, 64)):
                 items._plans.clear()
-                plan = items._plan_for(x, None, None, shape[1] // 2, 8, 5, False, False)
+                plan = items._plan_for(x, None, None, shape[1] // 2, size, 5, False, False)
                 plan._num_sms = sms
                 launch = plan.launches["moments"]
                 count, each = launch.grid[0], launch.integers[3]
                 tile = launch.constants["TILE"]
-                tiles, blocks = -(-(shape[2] * shape[3]) // (tile.BL // tile.PACK)), tile.SPAN // tile.PACK
+                tiles = -(-(shape[2] * shape[3]) // (tile.BL // tile.PACK))
+                # A tile of all channels has positions for samples.
+                blocks, span = (1, tile.SPAN) if tile.FLAT else (tile.SPAN // tile.PACK, 1)
                 shares = -(-tiles // each) if each < tiles else -(-blocks // (each // tiles))
                 assert count == shares
                 # What is left of an item for the last program, and no program without a share.
                 samples = plan._samples_of("moments")
-                assert (count - 1) * samples < plan.layout.samples <= count * samples
+                assert (count - 1) * samples < plan.layout.samples // span <= count * samples
     items._plans.clear()

@@ -68,7 +68,7 @@ def test_a_batch_is_read_once_and_waited_for_once(deviations, monkeypatch):
     monkeypatch.setattr(runtime.Launch, "__call__", counted)
     with Operations() as operations:
         whitener.partial_fit(x)
-    assert launched == ["partial_moments", "join_stream"]
+    assert launched == ["stream_moments", "join_stream"]
     assert [name for name in operations.names if name not in FREE] == []
     assert operations.names.count("_local_scalar_dense") == 1
 

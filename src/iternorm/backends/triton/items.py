@@ -1,7 +1,7 @@
 """Whitening of each item of a batch by itself: `forward` and `backward`, in the launches of a layer over a batch.
 
 A group of the plan is a group of one item, and its samples are the item's own. γ and β are those of the item's channels
-(`device/items.py`).
+(`device/items/tiles.py`).
 """
 
 import functools
@@ -11,9 +11,16 @@ import torch
 from torch import Tensor
 
 from iternorm.backends.torch.verbs import is_rows
-from iternorm.backends.triton.device.items import item_cross_moments, item_moments
-from iternorm.backends.triton.device.tiles import Tile
-from iternorm.backends.triton.layout import LARGEST_NEWTON, MOST_GROUPS, Layout, padded_size, placed
+from iternorm.backends.triton.device.items.moments import item_cross_moments, item_moments
+from iternorm.backends.triton.device.tiles import Passing, Tile
+from iternorm.backends.triton.layout import (
+    LARGEST_NEWTON,
+    MOST_GROUPS,
+    Layout,
+    layout_of,
+    padded_size,
+    placed,
+)
 from iternorm.backends.triton.plan import Key, Plan, Share
 from iternorm.backends.triton.precision import Split, split_for
 from iternorm.backends.triton.run import in_strides, parts_of
@@ -23,6 +30,8 @@ from iternorm.whitening import groups
 
 # The neighbouring channels in a tile of channels_last memory: two of the pieces of 32 bytes that memory is read in.
 _PACKED_BYTES = 64
+# The most channels of which a tile of channels_last memory has all: what multiplies them is as large as for a batch.
+_MOST_TOGETHER = LARGEST_NEWTON
 # Of contiguous memory, a tile holds positions of one channel: with fewer of them it is mostly empty.
 _LEAST_POSITIONS = 16
 
@@ -60,6 +69,13 @@ class ItemPlan(Plan):
         # The largest power of two that divides the channels of a row.
         self._pack = min(self._span & -self._span, most) if rows else 1
         padded = padded_size(size)
+        # Whether a tile has all channels of its positions: then the passes are those of a layer over the batch.
+        together = rows and self._sets == 1 and self._channels <= _MOST_TOGETHER
+        self._flat = together and 1 < self._span == self._span & -self._span
+        if self._flat:
+            self._pack = 1
+            self._side = padded_size(self._channels)
+            self._of_batch = layout_of(x, self._channels)
         return Layout(
             samples=self._span * self._length,
             channels=items * self._sets * size,
@@ -73,8 +89,23 @@ class ItemPlan(Plan):
             even=size == padded and self._num_rows % size == 0,
         )
 
+    @property
+    def _tiled(self) -> Layout:
+        return self._of_batch if self._flat else self.layout
+
+    @property
+    def _partials(self) -> tuple[int, int]:
+        return (self._side, self._span) if self._flat else super()._partials
+
     def _tiles(self, kernel: str) -> Tiles:
         tiles, small = super()._tiles(kernel), self.layout.padded < LARGEST_NEWTON
+        if self._flat:
+            # The iteration's matrices are smaller than those of a layer over a batch, and leave room for two programs,
+            # which hide each other's.
+            if kernel in ("cross_moments", "whiten_backward"):
+                most = 2 if kernel == "whiten_backward" and self.key.split == Split.THREE_PARTS else tiles.stages
+                tiles = tiles._replace(samples=min(tiles.samples, 64), warps=4, stages=min(tiles.stages, most))
+            return tiles._replace(per_sm=2)
         if small:
             # Two programs fit, and are wanted: a tile of few rows has few bytes on their way.
             tiles = tiles._replace(samples=min(tiles.samples, 128 if self.key.split == Split.ONE_PART else 64))
@@ -98,17 +129,18 @@ class ItemPlan(Plan):
         tile = Tile(
             D=layout.group_size,
             BD=layout.padded,
-            BC=layout.padded,
+            BC=self._partials[0],
             BL=samples,
             ROWS=layout.rows,
             PARTS=int(self.key.split),
             INT64=False,
-            EVEN=layout.even,
+            EVEN=self._tiled.even,
             STAGES=tiles.stages,
             SPAN=self._span,
             PACK=pack,
             SETS=self._sets,
             WHOLE=self._length % (samples // pack) == 0,
+            FLAT=self._flat,
         )
         integers = (layout.samples, self._channels, self._length, each, *((count,) if sums else ()))
         grid = (count + keepers, layout.num_groups)
@@ -119,7 +151,7 @@ class ItemPlan(Plan):
 
     def _shared(self, wanted: int, samples: int) -> tuple[int, int]:
         """How many programs share a group, and the tiles of each: some of all blocks, or all of some blocks."""
-        tiles, blocks = -(-self._length // (samples // self._pack)), self._span // self._pack
+        tiles, blocks = -(-self._length // (samples // self._pack)), 1 if self._flat else self._span // self._pack
         if wanted > 1 and tiles >= min(wanted, blocks):
             each = -(-tiles // wanted)
             return (-(-tiles // each), each) if each < tiles else (1, tiles * blocks)
@@ -130,6 +162,8 @@ class ItemPlan(Plan):
         each, tile = self.share_of(name).tiles, self.launches[name].constants["TILE"]
         positions = tile.BL // tile.PACK
         tiles = -(-self._length // positions)
+        if self._flat:
+            return each * positions
         if each < tiles:
             return each * positions * self._span
         return each // tiles * tile.PACK * self._length
@@ -139,7 +173,8 @@ class ItemPlan(Plan):
         if not backward:
             return self._passes("moments", item_moments, (key.dtype, fp32), {}, True)
         learned = key.weight is not None or key.bias is not None
-        constants = {"WEIGHT": key.weight is not None, "LEARNED": learned, "RELU": key.relu}
+        passing = Passing(SUMMED=False, RELU=key.relu, KEPT=False)
+        constants = {"WEIGHT": key.weight is not None, "LEARNED": learned, "PASSING": passing}
         output, sums = key.dtype if key.relu else None, fp32 if learned else None
         pointers = (key.dtype, key.dtype, output, fp32, fp32, key.weight, sums, fp32)
         return self._passes("cross_moments", item_cross_moments, pointers, constants, True)

@@ -163,12 +163,22 @@ class Plan:
     def _layout_of(self, x: Tensor) -> Layout:
         return layout_of(x, self.key.group_size)
 
+    @property
+    def _tiled(self) -> Layout:
+        """What tiles are chosen for."""
+        return self.layout
+
+    @property
+    def _partials(self) -> tuple[int, int]:
+        """The rows of a program's partial matrix, and how many of them are one of the group's."""
+        return self.layout.padded, 1
+
     def _tiles(self, kernel: str) -> Tiles:
         if kernel in self._chosen:
             return self._chosen[kernel]
         key = self.key
         third = {"moments": False, "apply": key.residual, "whiten": key.residual, "cross_moments": key.relu}
-        tiles = tiles_for(kernel, self.layout, key.split, third.get(kernel, self._masks))
+        tiles = tiles_for(kernel, self._tiled, key.split, third.get(kernel, self._masks))
         # The iteration's backward in three parts takes most of a multiprocessor's shared memory.
         return (
             tiles._replace(per_sm=1)
@@ -285,10 +295,12 @@ class Plan:
             words = {**common, "BC": BLOCK, "SIDE": 32, "PB": min(8, 1 << (count - 1).bit_length())}
             return Launch(wide_reduce, grid, pointers, (), integers, (1,), words, 4, self.key.device)
         # All partials of a row at once where they are few enough: a loop waits for the memory at every turn.
-        block = max(16, min(256, 1 << (count - 1).bit_length()))
+        side, span = self._partials
+        block = max(2, min(256, 1 << (count * span - 1).bit_length()))
         grid = (layout.num_groups, layout.padded)
-        words = {**common, "PB": block}
-        return Launch(reduce_moments, grid, pointers, (), integers, (1,), words, block // 16, self.key.device)
+        words = {**common, "BC": side, "SPAN": span, "PB": block}
+        warps = max(1, block // 16)
+        return Launch(reduce_moments, grid, pointers, (), integers, (1,), words, warps, self.key.device)
 
     def _cross_reduce(self) -> Launch:
         return self._reduce(backward=True)
@@ -389,9 +401,9 @@ class Plan:
         """The elements of the workspace."""
         size = self._sizes.get(name)
         if size is None:
-            padded, count = self.layout.padded, self.layout.num_groups
+            padded, count, side = self.layout.padded, self.layout.num_groups, self._partials[0]
             backward = name == "cross_moments"
-            size = (self.share_of(name).programs * (padded + 2) + backward * padded) * count * padded
+            size = (self.share_of(name).programs * (side + 2) * side + backward * padded**2) * count
             if self.iteration is not None:
                 size = max(size, self.iteration.backward_work if backward else self.iteration.forward_work)
             if backward and self.exchange is not None:

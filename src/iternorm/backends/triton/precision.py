@@ -20,7 +20,7 @@ class Split(enum.IntEnum):
     TWO_PARTS = 2
     # Six products, as accurate as fp32: fp32 input otherwise.
     THREE_PARTS = 3
-    # Two parts of a stream's batch, which one program adds up in thousands: see `device/moments.py`.
+    # Two parts of a stream's batch, which one program adds up in thousands: see `device/tools/stream.py`.
     STREAMED = 4
 
 

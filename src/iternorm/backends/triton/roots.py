@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton import OutOfResources
 
-from iternorm.backends.triton.device.roots import Halves, begin, bound, finish, multiply
+from iternorm.backends.triton.device.tools.roots import Halves, begin, bound, finish, multiply
 from iternorm.backends.triton.runtime import Launch, Launches, given_to, on_device
 
 # From here on there are enough tiles of 128x128 to fill a GPU, which need half the memory traffic of 64x64.

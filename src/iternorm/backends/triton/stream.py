@@ -1,16 +1,86 @@
 """Moments of a stream of batches: two launches for each, and what was seen before joins in the second."""
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from iternorm.backends.triton.device.running import join_stream
-from iternorm.backends.triton.layout import placed
-from iternorm.backends.triton.plan import Plan, plan_for
+from iternorm.backends.triton.device.tools.stream import join_stream, stream_moments
+from iternorm.backends.triton.layout import BLOCK, placed
+from iternorm.backends.triton.plan import Key, Plan
 from iternorm.backends.triton.precision import Split, split_for
 from iternorm.backends.triton.runtime import Launch, given_to, on_device
+
+# Whether programs take tiles in turns, or each a run of them.
+TURNS = False
+# The features of a tile.
+WIDTH = BLOCK
+
+
+class StreamPlan(Plan):
+    """The launches for batches of one shape."""
+
+    def _moments(self, backward: bool = False) -> Launch:
+        pointers, width = (self.key.dtype, torch.float32), min(self.layout.padded, WIDTH)
+        # Samples that the threads of a program have side by side, 16 bytes each.
+        apart = 512 * self._tiles("moments").warps // (width * self.key.dtype.itemsize)
+        constants = {"APART": min(16, apart), "TURNS": TURNS}
+        return self._passes("moments", stream_moments, pointers, constants, True, block=width)
+
+    @functools.cached_property
+    def first_join(self) -> Launch:
+        """The second launch where nothing was seen before."""
+        return self._join(None)
+
+    @functools.cached_property
+    def next_join(self) -> Launch:
+        """The second launch after other batches."""
+        return self._join(torch.float64)
+
+    def _join(self, before: torch.dtype | None) -> Launch:
+        layout = self.layout
+        programs, tiles = self.share_of("moments")
+        each = self._tiles("moments").samples * (1 if TURNS else tiles)
+        size, padded = layout.group_size, layout.padded
+        # Few columns to a program, so that all multiprocessors have some.
+        width = min(16, padded)
+        partials = max(64, padded // width)
+        constants = {"D": size, "BD": padded, "CB": width, "PB": partials, "TURNS": TURNS, "FIRST": before is None}
+        pointers = (torch.float32, before, before, torch.float64)
+        integers = (layout.samples, programs, each)
+        # One more row is the probe's. An example of 64 bits for what was seen.
+        grid = (size + 1, padded // width)
+        return Launch(join_stream, grid, pointers, (2**31,), integers, (), constants, 4, self.key.device)
+
+
+_plans: dict[tuple, StreamPlan] = {}
+
+
+def _plan_for(x: Tensor) -> StreamPlan:
+    key = (x.shape, x.stride(), x.dtype, x.device)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) > 4096:
+            _plans.clear()
+        # Whatever the user allows. In simulation a covariance of fp32 is off by 1.5e-7, and by 3.5e-6 where all values
+        # are multiples of 1 / 255, so that roundings do not average out. Three parts would take twice as long.
+        split = split_for(x.dtype) and Split.STREAMED
+        made = Key(
+            *key,
+            group_size=x.shape[1],
+            num_iters=0,
+            split=split,
+            exact=False,
+            relu=False,
+            residual=False,
+            summed=False,
+            weight=None,
+            bias=None,
+            running=None,
+            ranks=0,
+        )
+        plan = _plans[key] = StreamPlan(made, x)
+    return plan
 
 
 def join(x: Tensor, seen: int, mean: Tensor | None, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,38 +96,19 @@ def join(x: Tensor, seen: int, mean: Tensor | None, covariance: Tensor | None) -
         Mean and covariance, fp64, and a number that is finite if the batch and its squares are.
     """
     size = x.shape[1]
-    # Whatever the user allows. In simulation a covariance of fp32 is off by 1.5e-7, and by 3.5e-6 where all values are
-    # multiples of 1 / 255, so that roundings do not average out. Three parts would take twice as long.
-    plan = plan_for(x, None, None, size, 0, None, split=split_for(x.dtype) and Split.STREAMED)
+    plan = _plan_for(x)
     if plan.copied:
         x = placed(x, size)
     partials = plan.workspace(x, "moments")
     with on_device(x.device):
         stream, (source, sums) = given_to(x.device, x, partials)
-        absent: Any = None if stream is None else 0
         # As early as can be: the GPU reads the batch while Python prepares what comes next.
-        plan.run(stream, ("moments",), ((source, source, absent, absent, absent, absent, sums),))
+        plan.run(stream, ("moments",), ((source, sums),))
         squares = size * size
         # The mean begins at 16 bytes, as launches by address expect.
         at = squares + squares % 2
         joined = x.new_empty(at + size + 1, dtype=torch.float64)
         stream, given = given_to(x.device, partials, mean, covariance, joined)
-        _joining(plan, mean is None)(stream, (*given, seen))
+        last = plan.first_join if mean is None else plan.next_join
+        last(stream, (*given, seen))
     return joined[at : at + size], joined[:squares].view(size, size), joined[-1]
-
-
-@functools.lru_cache(256)
-def _joining(plan: Plan, first: bool) -> Launch:
-    layout = plan.layout
-    programs, tiles = plan.share_of("moments")
-    each = tiles * plan.launches["moments"].constants["TILE"].BL
-    size = layout.group_size
-    before = None if first else torch.float64
-    pointers = (torch.float32, before, before, torch.float64)
-    # As many partials at a time as registers hold in fp64: the loop over them waits for the memory at every turn.
-    block = max(2, min(64, 4096 // layout.padded, 1 << (programs - 1).bit_length()))
-    constants = {"D": size, "BD": layout.padded, "PB": block, "FIRST": first}
-    warps = max(1, block * layout.padded // 512)
-    integers = (layout.samples, programs, each)
-    # An example of 64 bits for what was seen.
-    return Launch(join_stream, (size, 1), pointers, (2**31,), integers, (), constants, warps, plan.key.device)

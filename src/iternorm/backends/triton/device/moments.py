@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.exchange import sent_places
-from iternorm.backends.triton.device.products import halves, in_parts, split_dot
+from iternorm.backends.triton.device.products import in_parts, split_dot
 from iternorm.backends.triton.device.running import copy_count
 from iternorm.backends.triton.device.tiles import (
     channels_of,
@@ -46,23 +46,6 @@ def outer_product(a, x, gram, TILE: tl.constexpr):
 
 
 @triton.jit
-def streamed_products(x, gram, squares, TILE: tl.constexpr):
-    """gram + Σ u (u + 2 v)ᵀ and squares + v² for a tile of x = u + v, in two products.
-
-    The symmetric part of the sum is Σ x xᵀ less Σ v vᵀ, of which the squares are the diagonal. Besides it there is
-    nothing but rounding, unless features are multiples of each other: 3e-6 of their covariance. A batch of a stream
-    has thousands of samples for each program, so tiles are added outside, as in `outer_product`.
-    """
-    upper, lower = halves(x)
-    twice = (2.0 * lower).to(tl.bfloat16)
-    if TILE.ROWS:
-        product = tl.dot(tl.trans(upper), upper, tl.dot(tl.trans(upper), twice))
-    else:
-        product = tl.dot(upper, tl.trans(upper), tl.dot(upper, tl.trans(twice)))
-    return gram + product, squares + lower * lower
-
-
-@triton.jit
 def rounded_pilot(pilot, TILE: tl.constexpr):
     """A pilot as it is subtracted: a bfloat16 value less a bfloat16 shift rounds to bfloat16 with little loss."""
     if TILE.PARTS == 1:
@@ -75,8 +58,6 @@ def own_products(x, gram, mixed, TILE: tl.constexpr):
     """Σ x xᵀ with a tile added to it. Products of unlike parts are kept once, in `mixed`: see `gram_tile`."""
     if TILE.PARTS < 2:
         gram = outer_product(x, x, gram, TILE)
-    elif TILE.PARTS == 4:
-        gram, mixed = streamed_products(x, gram, mixed, TILE)
     else:
         x1, x2, x3 = in_parts(x, TILE.PARTS)
         if TILE.ROWS:
@@ -95,23 +76,14 @@ def own_products(x, gram, mixed, TILE: tl.constexpr):
 @triton.jit
 def no_products(TILE: tl.constexpr):
     """Where `own_products` begins."""
-    BD: tl.constexpr = TILE.BD
-    gram = tl.zeros([BD, BD], dtype=tl.float32)
-    if TILE.PARTS == 4:
-        mixed = zero_tile(TILE)
-    else:
-        mixed = tl.zeros([BD, BD], dtype=tl.float32)
-    return gram, mixed
+    BC: tl.constexpr = TILE.BC
+    return tl.zeros([BC, BC], dtype=tl.float32), tl.zeros([BC, BC], dtype=tl.float32)
 
 
 @triton.jit
 def summed_products(gram, mixed, TILE: tl.constexpr):
     """Σ x xᵀ of what `own_products` has added up."""
-    if TILE.PARTS == 4:
-        index = tl.arange(0, TILE.BD)
-        squares = over_samples(mixed, TILE.ROWS)
-        gram = 0.5 * (gram + tl.trans(gram)) + tl.where(index[:, None] == index[None, :], squares[:, None], 0.0)
-    elif TILE.PARTS > 1:
+    if TILE.PARTS > 1:
         gram += mixed + tl.trans(mixed)
     return gram
 
@@ -125,18 +97,18 @@ def store_partials(
 
     `total` is a tile, or with `SUMMED` the sums of its samples.
     """
-    BD: tl.constexpr = TILE.BD
-    index = tl.arange(0, BD)
+    BC: tl.constexpr = TILE.BC
+    index = tl.arange(0, BC)
     slot = group * num_programs + program
     slots = tl.num_programs(1) * num_programs
-    columns = tl.arange(0, BD)
-    tl.store(workspace_ptr + slot * BD * BD + index[:, None] * BD + columns[None, :], gram)
-    sums = workspace_ptr + slots * BD * BD + slot * BD
+    columns = tl.arange(0, BC)
+    tl.store(workspace_ptr + slot * BC * BC + index[:, None] * BC + columns[None, :], gram)
+    sums = workspace_ptr + slots * BC * BC + slot * BC
     if not SUMMED:
         total = over_samples(total, TILE.ROWS)
     tl.store(sums + index, total)
     if SELF:
-        tl.store(sums + slots * BD + index, shift)
+        tl.store(sums + slots * BC + index, shift)
 
 
 @triton.jit
@@ -164,7 +136,6 @@ def gram_tile(
 ):
     """Add one tile to Σ a xᵀ and Σ a. With a = x, products of unlike parts are kept once, in `mixed`.
 
-    Of a stream that has the squares of `streamed_products`, a tile.
     The program's `first` tile gives the shift of a = x.
     """
     samples = sample_offsets(start, L, C, TILE)
@@ -184,6 +155,45 @@ def gram_tile(
         total += a
         gram = outer_product(a, x, gram, TILE)
     return gram, mixed, total, shift
+
+
+@triton.jit
+def sum_tiles(
+    a_ptr,
+    x_ptr,
+    output_ptr,
+    more_ptr,
+    kept_ptr,
+    shift,
+    channels,
+    valid,
+    program,
+    tiles_per_program,
+    M,
+    C,
+    L,
+    TILE: tl.constexpr,
+    SELF: tl.constexpr,
+    PASSING: tl.constexpr,
+):
+    """Σ a (x - shift)ᵀ over a program's share of the tiles, a tile whose sum is Σ a, and the shift."""
+    first, last = share_of(program, tiles_per_program, M, TILE)
+    gram, mixed = no_products(TILE)
+    total = zero_tile(TILE)
+    middle = full_until(first, last, TILE)
+    for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
+        gram, mixed, total, shift = gram_tile(
+            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, first, last, shift, channels, valid, C, L, gram,
+            mixed, total, TILE, SELF, True, PASSING,
+        )  # fmt: skip
+    if middle < last:
+        gram, mixed, total, shift = gram_tile(
+            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, middle, first, last, shift, channels, valid, C, L, gram,
+            mixed, total, TILE, SELF, False, PASSING,
+        )  # fmt: skip
+    if SELF:
+        gram = summed_products(gram, mixed, TILE)
+    return gram, total, shift
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])
@@ -215,28 +225,16 @@ def partial_moments(
     program = tl.program_id(0)
     group = tl.program_id(1)
     features, valid, channels = channels_of(group, C, L, TILE)
-    first, last = share_of(program, tiles_per_program, M, TILE)
     if not SELF:
         shift = tl.load(mean_ptr + features, mask=valid, other=0.0)
     follow(PDL)
 
     if SELF:
         shift = tl.zeros([BD], dtype=tl.float32)
-    gram, mixed = no_products(TILE)
-    total = zero_tile(TILE)
-    middle = full_until(first, last, TILE)
-    for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
-        gram, mixed, total, shift = gram_tile(
-            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, first, last, shift, channels, valid, C, L, gram,
-            mixed, total, TILE, SELF, True, PASSING,
-        )  # fmt: skip
-    if middle < last:
-        gram, mixed, total, shift = gram_tile(
-            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, middle, first, last, shift, channels, valid, C, L, gram,
-            mixed, total, TILE, SELF, False, PASSING,
-        )  # fmt: skip
-    if SELF:
-        gram = summed_products(gram, mixed, TILE)
+    gram, total, shift = sum_tiles(
+        a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, shift, channels, valid, program, tiles_per_program, M, C, L,
+        TILE, SELF, PASSING,
+    )  # fmt: skip
     store_partials(workspace_ptr, gram, total, shift, program, group, num_programs, TILE, SELF, False)
 
 
@@ -256,6 +254,8 @@ def reduce_moments(
     samples_per_program,
     D: tl.constexpr,
     BD: tl.constexpr,
+    BC: tl.constexpr,
+    SPAN: tl.constexpr,
     PB: tl.constexpr,
     SELF: tl.constexpr,
     COUNT: tl.constexpr,
@@ -267,6 +267,8 @@ def reduce_moments(
 
     A partial about its own pilot p is moved to a common anchor q, the first program's pilot, by
     Σ (x-q)(x-q)ᵀ = G + s δᵀ + δ sᵀ + n δ δᵀ with δ = p - q, and the sum from there to the mean (math.md, Eq. 4).
+    Where a row is `SPAN` channels, a program's matrix ``[BC, BC]`` is that of all channels of an item. The first ones
+    of all rows are a partial, the second ones another.
     With `COUNT` the number of batches so far is copied: a later launch counts this one while others of it read that.
     With `SENT` the matrix is what other ranks are sent (`device/exchange.py`), and `WEIGHT` asks for d(γ) too.
     """
@@ -274,34 +276,49 @@ def reduce_moments(
     group = tl.program_id(0)
     row = tl.program_id(1)
     columns = tl.arange(0, BD)
+    first_row = row * SPAN
+    firsts = columns * SPAN
+    # Past the rows that a matrix has, any place will do.
+    PADDED: tl.constexpr = BD * SPAN > BC
+    if PADDED:
+        first_row = first_row % BC
+        firsts = firsts % BC
     base = group * num_programs
     slots = tl.num_programs(0) * num_programs
-    sums_ptr = workspace_ptr + slots * BD * BD
-    pilots_ptr = sums_ptr + slots * BD
+    sums_ptr = workspace_ptr + slots * BC * BC
+    pilots_ptr = sums_ptr + slots * BC
 
     line = tl.zeros([BD], dtype=tl.float32)
     total = tl.zeros([BD], dtype=tl.float32)
     if SELF:
-        anchor = tl.load(pilots_ptr + base * BD + columns)
-        anchor_row = tl.load(pilots_ptr + base * BD + row)
-    for start in range(0, num_programs, PB):
+        anchor = tl.load(pilots_ptr + base * BC + firsts)
+        anchor_row = tl.load(pilots_ptr + base * BC + first_row)
+    for start in range(0, num_programs * SPAN, PB):
         p = start + tl.arange(0, PB)
-        present = p < num_programs
-        slot = (base + p).to(tl.int64)
+        present = p < num_programs * SPAN
         mask = present[:, None]
-        block = tl.load(workspace_ptr + (slot * BD + row)[:, None] * BD + columns[None, :], mask=mask, other=0.0)
+        if PADDED:
+            present = present & (row < BC // SPAN)
+            mask = present[:, None] & (columns < BC // SPAN)[None, :]
+        program = p // SPAN
+        slot = (base + program).to(tl.int64)
+        channels = (p % SPAN)[:, None] + firsts[None, :]
+        place = (slot * BC)[:, None] + channels
+        row_place = slot * BC + first_row + p % SPAN
+        block = tl.load(workspace_ptr + row_place[:, None] * BC + channels, mask=mask, other=0.0)
         if SELF:
             wanted = mask
         else:
             # A mask of one shape: the interpreter of Triton 3.9 takes no other.
             wanted = mask & (row + tl.zeros_like(columns)[None, :] == 0)
-        s = tl.load(sums_ptr + slot[:, None] * BD + columns[None, :], mask=wanted, other=0.0)
+        s = tl.load(sums_ptr + place, mask=wanted, other=0.0)
         if SELF:
-            count = tl.maximum(tl.minimum(M - p * samples_per_program, samples_per_program), 0).to(tl.float32)
-            delta = tl.load(pilots_ptr + slot[:, None] * BD + columns[None, :], mask=mask, other=0.0)
+            left = M // SPAN - program * samples_per_program
+            count = tl.maximum(tl.minimum(left, samples_per_program), 0).to(tl.float32)
+            delta = tl.load(pilots_ptr + place, mask=mask, other=0.0)
             delta = tl.where(mask, delta - anchor[None, :], 0.0)
-            s_row = tl.load(sums_ptr + slot * BD + row, mask=present, other=0.0)
-            delta_row = tl.load(pilots_ptr + slot * BD + row, mask=present, other=0.0)
+            s_row = tl.load(sums_ptr + row_place, mask=present, other=0.0)
+            delta_row = tl.load(pilots_ptr + row_place, mask=present, other=0.0)
             delta_row = tl.where(present, delta_row - anchor_row, 0.0)
             block += s_row[:, None] * delta + delta_row[:, None] * (s + count[:, None] * delta)
             s += count[:, None] * delta

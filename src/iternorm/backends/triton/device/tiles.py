@@ -18,18 +18,19 @@ class Tile(NamedTuple):
 
     D: int  # channels of a group
     BD: int  # the same, padded: a power of two, or full blocks of a wide group
-    BC: int  # channels of a tile: BD, or those of a block
+    BC: int  # channels of a tile: BD, those of a block, or all of an item
     BL: int  # samples of a tile
     ROWS: bool  # channels_last
     PARTS: int  # how products are split, see `precision.Split`
     INT64: bool  # offsets past 2^31
     EVEN: bool  # every group fills its tile: no channel is masked
     STAGES: int  # of the loop that loads tiles
-    # Where each item of a batch is whitened by itself, see `device/items.py`.
+    # Where each item of a batch is whitened by itself, see `device/items/tiles.py`.
     SPAN: int = 0  # channels of a row; 0 where the batch is whitened together
     PACK: int = 1  # of them, those that are in one tile
     SETS: int = 1  # groups of an item
     WHOLE: bool = False  # the positions of an item fill their tiles
+    FLAT: bool = False  # a tile has all channels of its positions, as those of a batch that is whitened together
 
 
 class After(NamedTuple):
@@ -61,13 +62,19 @@ def follow(PDL: tl.constexpr):
 
 @triton.jit
 def channels_of(group, C, L, TILE: tl.constexpr, begin=0):
-    """The channels of a tile of a group: their numbers, which of them there are, and where they begin."""
+    """The channels of a tile of a group: where their statistics are, which of them there are, and where they begin."""
     index = begin + tl.arange(0, TILE.BC)
-    features = group * TILE.D + index
-    channels = features
-    if not TILE.ROWS:
-        channels = features * L
-    return features, index < tl.minimum(TILE.D, C - group * TILE.D), channels
+    if TILE.FLAT:
+        # Those of an item, and the statistics of the rows that they belong to.
+        features, channels = group * TILE.D + index // TILE.SPAN, index
+        valid = index < C
+    else:
+        features = group * TILE.D + index
+        valid = index < tl.minimum(TILE.D, C - group * TILE.D)
+        channels = features
+        if not TILE.ROWS:
+            channels = features * L
+    return features, valid, channels
 
 
 @triton.jit

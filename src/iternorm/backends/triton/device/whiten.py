@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.apply import backward_tiles, forward_tiles
-from iternorm.backends.triton.device.items import backward_items, begin_of, forward_items, rows_of
+from iternorm.backends.triton.device.items.tiles import backward_items, begin_of, forward_items, on_items, rows_of
 from iternorm.backends.triton.device.newton import differentiate, iterate, total
 from iternorm.backends.triton.device.running import (
     all_finite,
@@ -104,7 +104,16 @@ def whiten_forward(
                 if group == 0:
                     count_batch(num_batches_ptr, batches_ptr, keep)
 
-    if TILE.SPAN > 0:
+    if TILE.FLAT:
+        features, valid, channels = channels_of(group, C, L, TILE)
+        mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
+        offset = load_vector(bias_ptr, channels, valid, BIAS, 0.0)
+        weight = load_vector(weight_ptr, channels, valid, WEIGHT, 1.0)
+        whitening = on_items(whitening, TILE)
+        x_ptr += begin
+        y_ptr += begin
+        M = L
+    if TILE.SPAN > 0 and not TILE.FLAT:
         forward_items(
             x_ptr + begin, y_ptr + begin, weight_ptr, bias_ptr, whitening, mean, channels, weights, valid, program,
             tiles_per_program, C, L, TILE, WEIGHT, BIAS, AFTER,
@@ -186,13 +195,26 @@ def whiten_backward(
     first_matrix = tl.load(whitening_ptr + j * D + i, mask=inside, other=0.0)
     if FOLDED:
         first_matrix = first_matrix * weight[None, :]
+    if TILE.FLAT:
+        features, valid, channels = channels_of(group, C, L, TILE)
+        mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
+        grad_sum = tl.load(grad_sum_ptr + features, mask=valid, other=0.0)
+        first_matrix = on_items(first_matrix, TILE)
+        second_matrix = on_items(second_matrix, TILE)
     offset = -tl.sum(first_matrix * (grad_sum / M)[None, :], 1)
+    if TILE.FLAT:
+        first_matrix *= load_vector(weight_ptr, channels, valid, WEIGHT, 1.0)[None, :]
+        M = L
     if TILE.SPAN > 0:
+        grad_ptr += begin
+        x_ptr += begin
+        dx_ptr += begin
         if RELU:
             output_ptr += begin
+    if TILE.SPAN > 0 and not TILE.FLAT:
         backward_items(
-            grad_ptr + begin, x_ptr + begin, output_ptr, dx_ptr + begin, weight_ptr, first_matrix, second_matrix,
-            mean, offset, channels, weights, valid, program, tiles_per_program, C, L, TILE, WEIGHT, RELU,
+            grad_ptr, x_ptr, output_ptr, dx_ptr, weight_ptr, first_matrix, second_matrix, mean, offset, channels,
+            weights, valid, program, tiles_per_program, C, L, TILE, WEIGHT, RELU,
         )  # fmt: skip
     else:
         backward_tiles(

@@ -4,6 +4,10 @@ A row of an item's matrix is `SPAN` channels: one for instance whitening, those 
 β change along a row. A tile stays within a block of `PACK` channels of each row, for which they are the same in every
 tile: one channel of contiguous memory, and neighbours in channels_last memory, where one channel alone would use a few
 bytes of each piece of memory that is read. A program takes some tiles of all blocks, or all tiles of some blocks.
+
+Where a tile of channels_last memory has all channels of an item (`FLAT`), the tiles are those of a layer over a batch,
+and so are the passes: an item's matrix W becomes W ⊗ I, which multiplies channels, and moments are those of channels.
+`reduce_moments` makes those of rows of them.
 """
 
 # A checker takes the language of the kernels for Python.
@@ -12,21 +16,11 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.apply import as_operand, rounded_on
-from iternorm.backends.triton.device.moments import (
-    no_products,
-    outer_product,
-    own_products,
-    rounded_pilot,
-    store_partials,
-    summed_products,
-)
 from iternorm.backends.triton.device.products import on_channels
 from iternorm.backends.triton.device.tiles import (
     along_channels,
     finished,
-    follow,
     load_tile,
-    matrix_of,
     over_samples,
     passed,
     shifted,
@@ -38,7 +32,7 @@ from iternorm.backends.triton.device.tiles import (
 @triton.jit
 def rows_of(group, C, L, TILE: tl.constexpr):
     """The rows of a group: where their statistics are, which there are, where they begin, and their first channels."""
-    index = tl.arange(0, TILE.BC)
+    index = tl.arange(0, TILE.BD)
     first = group % TILE.SETS * TILE.D
     valid = index < tl.minimum(TILE.D, C // TILE.SPAN - first)
     channels = index * TILE.SPAN
@@ -54,6 +48,21 @@ def begin_of(group, C, L, TILE: tl.constexpr):
     if not TILE.ROWS:
         first = first * L
     return (group // TILE.SETS).to(tl.int64) * C * L + first
+
+
+@triton.jit
+def on_items(matrix, TILE: tl.constexpr):
+    """The matrix of all channels ``[BC, BC]`` that multiplies rows by a matrix ``[BD, BD]``: its product with I."""
+    BC: tl.constexpr = TILE.BC
+    SPAN: tl.constexpr = TILE.SPAN
+    ROWS: tl.constexpr = TILE.BC // TILE.SPAN
+    MORE: tl.constexpr = TILE.BD // ROWS
+    if MORE > 1:
+        # The rows that there are come first, and the others are zero.
+        matrix = tl.sum(tl.sum(matrix.reshape(MORE, ROWS, MORE, ROWS), 2), 0)
+    whole = tl.broadcast_to(matrix[:, None, :, None], [ROWS, SPAN, ROWS, SPAN]).reshape(BC, BC)
+    index = tl.arange(0, BC) % SPAN
+    return tl.where(index[:, None] == index[None, :], whole, 0.0)
 
 
 @triton.jit
@@ -245,139 +254,3 @@ def backward_items(
         dx = on_channels(of_x, x, dx, TILE.ROWS, TILE.PARTS)
         dx += along_channels(offset, TILE.ROWS)
         store_tile(dx_ptr, samples, channels, dx, start, L, valid, TILE, TILE.WHOLE)
-
-
-@triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])
-def item_moments(
-    x_ptr,
-    workspace_ptr,
-    M,
-    C,
-    L,
-    tiles_per_program,
-    num_programs,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Σ (x - shift) and Σ (x - shift)(x - shift)ᵀ over a program's share of an item, as `partial_moments`."""
-    BD: tl.constexpr = TILE.BD
-    program = tl.program_id(0)
-    group = tl.program_id(1)
-    _features, valid, channels, _weights = rows_of(group, C, L, TILE)
-    x_ptr += begin_of(group, C, L, TILE)
-    follow(PDL)
-    shift = tl.zeros([BD], dtype=tl.float32)
-    gram, mixed = no_products(TILE)
-    total = zero_tile(TILE)
-    first_block, blocks, first_tile, tiles = blocks_of(program, tiles_per_program, L, TILE)
-    for step in tl.range(0, blocks * tiles, num_stages=TILE.STAGES):
-        _block, start, samples = tile_at(step, first_block, first_tile, tiles, C, L, TILE)
-        tile = load_tile(x_ptr, samples, channels, start, L, valid, TILE, TILE.WHOLE)
-        if step == 0:
-            count = tl.minimum(L - start, TILE.BL // TILE.PACK) * TILE.PACK
-            shift = rounded_pilot(over_samples(tile.to(tl.float32), TILE.ROWS) / count.to(tl.float32), TILE)
-        x = shifted(tile, shift, start, L, valid, TILE, TILE.WHOLE)
-        total += x
-        gram, mixed = own_products(x, gram, mixed, TILE)
-    gram = summed_products(gram, mixed, TILE)
-    store_partials(workspace_ptr, gram, total, shift, program, group, num_programs, TILE, True, False)
-
-
-@triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])
-def item_cross_moments(
-    grad_ptr,
-    x_ptr,
-    output_ptr,
-    mean_ptr,
-    whitening_ptr,
-    weight_ptr,
-    learned_ptr,
-    workspace_ptr,
-    M,
-    C,
-    L,
-    tiles_per_program,
-    num_programs,
-    TILE: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    LEARNED: tl.constexpr,
-    RELU: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Σ γ dy and Σ γ dy (x - mean)ᵀ over a program's share of an item; with `LEARNED`, its part of d(γ) and d(β) too.
-
-    d(γ) is Σ dy W (x - mean) over the positions of a channel: of a block that is one channel of each row, the row sums
-    of W ∘ Σ dy (x - mean)ᵀ. The parts are ``[items, shares, 2, C]``: a program that has some tiles of all blocks has a
-    share of its own.
-    """
-    BD: tl.constexpr = TILE.BD
-    D: tl.constexpr = TILE.D
-    PACKED: tl.constexpr = TILE.PACK > 1
-    ONE_BLOCK: tl.constexpr = TILE.SPAN == TILE.PACK
-    program = tl.program_id(0)
-    group = tl.program_id(1)
-    features, valid, channels, weights = rows_of(group, C, L, TILE)
-    begin = begin_of(group, C, L, TILE)
-    grad_ptr += begin
-    x_ptr += begin
-    if RELU:
-        output_ptr += begin
-    i, j, inside = matrix_of(TILE)
-    mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
-    whitening = tl.load(whitening_ptr + group * D * D + i * D + j, mask=inside, other=0.0)
-    if PACKED:
-        operand = as_operand(whitening, TILE)
-    if WEIGHT:
-        scale = learned(weight_ptr, weights, 0, valid, TILE)
-    if LEARNED:
-        share = group // TILE.SETS
-        if tiles_per_program < tiles_of(L, TILE):
-            share = share * num_programs + program
-        learned_ptr += share.to(tl.int64) * 2 * C
-    follow(PDL)
-
-    cross = tl.zeros([BD, BD], dtype=tl.float32)
-    gram = tl.zeros([BD, BD], dtype=tl.float32)
-    total = tl.zeros([BD], dtype=tl.float32)
-    by_weight = zero_tile(TILE)
-    by_bias = zero_tile(TILE)
-    first_block, blocks, first_tile, tiles = blocks_of(program, tiles_per_program, L, TILE)
-    for step in tl.range(0, blocks * tiles, num_stages=TILE.STAGES):
-        block, start, samples = tile_at(step, first_block, first_tile, tiles, C, L, TILE)
-        grad = load_tile(grad_ptr, samples, channels, start, L, valid, TILE, TILE.WHOLE)
-        grad = passed(grad, output_ptr, samples, channels, start, L, valid, TILE, TILE.WHOLE, RELU).to(tl.float32)
-        x = load_tile(x_ptr, samples, channels, start, L, valid, TILE, TILE.WHOLE)
-        x = shifted(x, mean, start, L, valid, TILE, TILE.WHOLE)
-        by_bias += grad
-        if PACKED:
-            if LEARNED:
-                by_weight += grad * on_channels(operand, x, zero_tile(TILE), TILE.ROWS, TILE.PARTS)
-            if WEIGHT:
-                if not ONE_BLOCK:
-                    scale = learned(weight_ptr, weights, block, valid, TILE)
-                grad *= along_tile(scale, TILE)
-        gram = outer_product(grad, x, gram, TILE)
-        if step % tl.maximum(tiles, 1) == tiles - 1:
-            # The block is complete.
-            sums = over_positions(by_bias, TILE)
-            if LEARNED:
-                if PACKED:
-                    products = over_positions(by_weight, TILE)
-                else:
-                    products = tl.sum(gram * whitening, 1)
-                store_learned(learned_ptr, weights, block, products, valid, TILE)
-                store_learned(learned_ptr + C, weights, block, sums, valid, TILE)
-                by_weight = zero_tile(TILE)
-            by_bias = zero_tile(TILE)
-            if WEIGHT:
-                if not PACKED:
-                    if not ONE_BLOCK:
-                        scale = learned(weight_ptr, weights, block, valid, TILE)
-                    gram *= scale[:, None]
-                sums *= scale
-            if PACKED:
-                sums = tl.sum(sums, 0)
-            total += sums
-            cross += gram
-            gram = tl.zeros([BD, BD], dtype=tl.float32)
-    store_partials(workspace_ptr, cross, total, mean, program, group, num_programs, TILE, False, True)

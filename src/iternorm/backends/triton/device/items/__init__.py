@@ -1,0 +1,1 @@
+"""Items of a batch that are whitened each by itself."""

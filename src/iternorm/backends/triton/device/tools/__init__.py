@@ -1,0 +1,1 @@
+"""What is no layer: roots of matrices, the moments of a stream."""

@@ -1,0 +1,300 @@
+"""Moments of a batch of a stream: sums by program in fp32, then one join with what was seen before, in fp64.
+
+A batch has thousands of samples for each program, and its moments are all that is wanted of it. Above 64 features a
+tile is two of 64 features: of their four blocks of products one is another's transpose. So two programs fit one
+multiprocessor, and one loads and splits while the other multiplies.
+"""
+
+# A checker takes the language of the kernels for Python.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+import triton
+import triton.language as tl
+
+from iternorm.backends.triton.device.products import halves
+from iternorm.backends.triton.device.running import finite
+from iternorm.backends.triton.device.tiles import (
+    channels_of,
+    follow,
+    full_until,
+    load_tile,
+    over_samples,
+    sample_offsets,
+    share_of,
+    shifted,
+)
+
+
+@triton.jit
+def pilot_of(x_ptr, first, last, channels, valid, C, L, TILE: tl.constexpr):
+    """The mean of a program's first tile, so that a large mean costs no accuracy (math.md, Eq. 4)."""
+    tile = load_tile(x_ptr, sample_offsets(first, L, C, TILE), channels, first, last, valid, TILE, False)
+    return over_samples(tile.to(tl.float32), True) / tl.minimum(last - first, TILE.BL).to(tl.float32)
+
+
+@triton.jit
+def add_up(sums, tile, TILE: tl.constexpr):
+    """Sums of samples of a tile, as many side by side as `sums` has: those that a thread has it adds up alone."""
+    APART: tl.constexpr = sums.shape[0]
+    BC: tl.constexpr = TILE.BC
+    TIMES: tl.constexpr = TILE.BL // APART
+    return sums + tl.sum(tile.reshape(TIMES, APART, BC), 0)
+
+
+@triton.jit
+def operands_of(
+    x_ptr, start, last, shift, channels, valid, total, squares, C, L, TILE: tl.constexpr, FULL: tl.constexpr
+):
+    """A tile x = u + v as products take it: u and 2 v in bfloat16; with Σ x and Σ v² added to.
+
+    In the interpreter u is x.
+    """
+    tile = load_tile(x_ptr, sample_offsets(start, L, C, TILE), channels, start, last, valid, TILE, FULL)
+    x = shifted(tile, shift, start, last, valid, TILE, FULL)
+    total = add_up(total, x, TILE)
+    upper, twice = x, x
+    if TILE.PARTS > 0:
+        upper, lower = halves(x)
+        squares = add_up(squares, lower * lower, TILE)
+        twice = (2.0 * lower).to(tl.bfloat16)
+    return upper, twice, total, squares
+
+
+@triton.jit
+def own_products(upper, twice, gram, TILE: tl.constexpr):
+    """gram + Σ u (u + 2 v)ᵀ, in two products.
+
+    The symmetric part of the sum is Σ x xᵀ less Σ v vᵀ, of which the squares are the diagonal. Besides it there is
+    nothing but rounding, unless features are multiples of each other: 3e-6 of their covariance. Tensor cores truncate
+    what they add to, so tiles are added outside, where sums are rounded.
+    """
+    if TILE.PARTS > 0:
+        gram += tl.dot(tl.trans(upper), upper, tl.dot(tl.trans(upper), twice))
+    else:
+        gram = tl.dot(tl.trans(upper), upper, gram, input_precision="ieee")
+    return gram
+
+
+@triton.jit
+def cross_products(upper, twice, other_upper, other_twice, gram, TILE: tl.constexpr):
+    """gram + 2 Σ (x yᵀ - v wᵀ) of a tile x = u + v and another y, whose lower part is w."""
+    if TILE.PARTS > 0:
+        product = tl.dot(tl.trans(upper), other_twice, tl.dot(tl.trans(twice), other_upper))
+        gram += tl.dot(tl.trans(upper), other_upper + other_upper, product)
+    else:
+        gram = tl.dot(tl.trans(upper), 2.0 * other_upper, gram, input_precision="ieee")
+    return gram
+
+
+@triton.jit
+def stream_tile(
+    x_ptr,
+    start,
+    last,
+    shift,
+    valid,
+    channels,
+    gram,
+    total,
+    squares,
+    more_shift,
+    more_valid,
+    more_channels,
+    more_gram,
+    more_total,
+    more_squares,
+    cross,
+    C,
+    L,
+    TILE: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Add one tile to the sums; those of `more` features, and across, where there are two tiles."""
+    upper, twice, total, squares = operands_of(
+        x_ptr, start, last, shift, channels, valid, total, squares, C, L, TILE, FULL
+    )
+    if TILE.BD > TILE.BC:
+        more_upper, more_twice, more_total, more_squares = operands_of(
+            x_ptr, start, last, more_shift, more_channels, more_valid, more_total, more_squares, C, L, TILE, FULL
+        )
+        # In this order two programs of four warps have registers enough (sm_90).
+        cross = cross_products(more_upper, more_twice, upper, twice, cross, TILE)
+        more_gram = own_products(more_upper, more_twice, more_gram, TILE)
+    gram = own_products(upper, twice, gram, TILE)
+    return gram, total, squares, more_gram, more_total, more_squares, cross
+
+
+@triton.jit
+def store_sums(workspace_ptr, gram, total, squares, shift, begin, program, num_programs, TILE: tl.constexpr):
+    """A tile's part of the partials, as `store_partials` has them."""
+    BD: tl.constexpr = TILE.BD
+    index = tl.arange(0, TILE.BC)
+    if TILE.PARTS > 0:
+        diagonal = tl.where(index[:, None] == index[None, :], over_samples(squares, True)[:, None], 0.0)
+        gram = 0.5 * (gram + tl.trans(gram)) + diagonal
+    place = begin + index
+    tl.store(workspace_ptr + (program * BD + place)[:, None] * BD + place[None, :], gram)
+    sums = workspace_ptr + num_programs * BD * BD + program * BD + place
+    tl.store(sums, over_samples(total, True))
+    tl.store(sums + num_programs * BD, shift)
+
+
+@triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])
+def stream_moments(
+    x_ptr,
+    workspace_ptr,
+    M,
+    C,
+    L,
+    tiles_per_program,
+    num_programs,
+    TILE: tl.constexpr,
+    APART: tl.constexpr,
+    TURNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Σ (x - shift) and Σ (x - shift)(x - shift)ᵀ over a program's tiles: a run of them, or with `TURNS` every so many.
+
+    The shift is the mean of the program's first tile. Sums of `APART` samples side by side are kept.
+    """
+    BC: tl.constexpr = TILE.BC
+    BD: tl.constexpr = TILE.BD
+    program = tl.program_id(0)
+    _, valid, channels = channels_of(0, C, L, TILE)
+    _, more_valid, more_channels = channels_of(0, C, L, TILE, BD - BC)
+    if TURNS:
+        first, last = program * TILE.BL, M
+        middle = M // TILE.BL * TILE.BL
+        step = num_programs * TILE.BL
+        left = (middle < last) & (M // TILE.BL % num_programs == program)
+    else:
+        first, last = share_of(program, tiles_per_program, M, TILE)
+        middle = full_until(first, last, TILE)
+        step = TILE.BL
+        left = middle < last
+    follow(PDL)
+
+    shift = pilot_of(x_ptr, first, last, channels, valid, C, L, TILE)
+    more_shift = shift
+    if BD > BC:
+        more_shift = pilot_of(x_ptr, first, last, more_channels, more_valid, C, L, TILE)
+    gram = tl.zeros([BC, BC], dtype=tl.float32)
+    total = tl.zeros([APART, BC], dtype=tl.float32)
+    squares, more_gram, more_total, more_squares, cross = total, gram, total, total, gram
+    # First, while there is nothing else in registers.
+    if left:
+        gram, total, squares, more_gram, more_total, more_squares, cross = stream_tile(
+            x_ptr, middle, last, shift, valid, channels, gram, total, squares, more_shift, more_valid, more_channels,
+            more_gram, more_total, more_squares, cross, C, L, TILE, False,
+        )  # fmt: skip
+    for start in tl.range(first, middle, step, num_stages=TILE.STAGES):
+        gram, total, squares, more_gram, more_total, more_squares, cross = stream_tile(
+            x_ptr, start, last, shift, valid, channels, gram, total, squares, more_shift, more_valid, more_channels,
+            more_gram, more_total, more_squares, cross, C, L, TILE, True,
+        )  # fmt: skip
+    store_sums(workspace_ptr, gram, total, squares, shift, 0, program, num_programs, TILE)
+    if BD > BC:
+        store_sums(workspace_ptr, more_gram, more_total, more_squares, more_shift, BC, program, num_programs, TILE)
+        cross *= 0.5
+        index = tl.arange(0, BC)
+        workspace_ptr += program * BD * BD
+        tl.store(workspace_ptr + (BC + index)[:, None] * BD + index[None, :], cross)
+        tl.store(workspace_ptr + index[None, :] * BD + BC + index[:, None], cross)
+
+
+@triton.jit
+def store_probe(workspace_ptr, probe_ptr, num_programs, D: tl.constexpr, BD: tl.constexpr, PB: tl.constexpr):
+    """Zero if the sums and the squares of all partials are finite, else NaN."""
+    columns = tl.arange(0, BD)
+    bad = tl.zeros([BD], dtype=tl.int32)
+    for start in tl.range(0, num_programs, PB):
+        p = start + tl.arange(0, PB)
+        mask = (p < num_programs)[:, None] & (columns < D)[None, :]
+        place = p[:, None] * BD + columns[None, :]
+        squares = tl.load(workspace_ptr + place * BD + columns[None, :], mask=mask, other=0.0)
+        s = tl.load(workspace_ptr + num_programs * BD * BD + place, mask=mask, other=0.0)
+        bad += tl.sum((~(finite(squares) & finite(s))).to(tl.int32), 0)
+    tl.store(probe_ptr, tl.where(tl.sum(bad, 0) == 0, 0.0, float("nan")).to(tl.float64))
+
+
+@triton.jit(do_not_specialize=["seen", "M", "num_programs", "samples_per_program"])
+def join_stream(
+    workspace_ptr,
+    mean_ptr,
+    covariance_ptr,
+    joined_ptr,
+    seen,
+    M,
+    num_programs,
+    samples_per_program,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    CB: tl.constexpr,
+    PB: tl.constexpr,
+    TURNS: tl.constexpr,
+    FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Covariance ``[D, D]``, mean ``[D]`` and a probe of `seen` samples and a batch of M: `CB` columns of a row each.
+
+    The partials of `stream_moments` are moved to a common anchor as in `reduce_moments`. In fp64 the mean keeps all
+    digits of the anchor and of the sums about it, however many deviations it is from zero. The probe, which is one
+    program more, is finite if the batch and its squares are. `FIRST` says that nothing was seen before. With `TURNS`
+    a program had every so many of the tiles of `samples_per_program`.
+    """
+    follow(PDL)
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * CB + tl.arange(0, CB)
+    member = columns < D
+    sums_ptr = workspace_ptr + num_programs * BD * BD
+    pilots_ptr = sums_ptr + num_programs * BD
+    # The mean begins at 16 bytes.
+    mean_at = joined_ptr + D * D + D % 2
+    if row == D:
+        if tl.program_id(1) == 0:
+            store_probe(workspace_ptr, mean_at + D, num_programs, D, BD, PB * CB // BD)
+    else:
+        line = tl.zeros([CB], dtype=tl.float64)
+        total = tl.zeros([CB], dtype=tl.float64)
+        total_row = tl.zeros([PB], dtype=tl.float64)
+        anchor = tl.load(pilots_ptr + columns).to(tl.float64)
+        anchor_row = tl.load(pilots_ptr + row).to(tl.float64)
+        for start in tl.range(0, num_programs, PB, num_stages=3):
+            p = start + tl.arange(0, PB)
+            present = p < num_programs
+            mask = present[:, None] & member[None, :]
+            place = p[:, None] * BD + columns[None, :]
+            block = tl.load(workspace_ptr + (p * BD + row)[:, None] * BD + columns[None, :], mask=mask, other=0.0)
+            s = tl.load(sums_ptr + place, mask=mask, other=0.0).to(tl.float64)
+            delta = tl.load(pilots_ptr + place, mask=mask, other=0.0).to(tl.float64)
+            delta = tl.where(mask, delta - anchor[None, :], 0.0)
+            s_row = tl.load(sums_ptr + p * BD + row, mask=present, other=0.0).to(tl.float64)
+            delta_row = tl.load(pilots_ptr + p * BD + row, mask=present, other=0.0).to(tl.float64)
+            delta_row = tl.where(present, delta_row - anchor_row, 0.0)
+            if TURNS:
+                tiles = tl.cdiv(M, samples_per_program)
+                count = tl.maximum(tl.cdiv(tiles - p, num_programs), 0) * samples_per_program
+                ragged = tiles * samples_per_program - M
+                count -= tl.where(p == (tiles - 1) % num_programs, ragged, 0)
+            else:
+                count = tl.maximum(tl.minimum(M - p * samples_per_program, samples_per_program), 0)
+            count = count.to(tl.float64)
+            moved = s + count[:, None] * delta
+            line += tl.sum(block.to(tl.float64) + (s_row[:, None] * delta + delta_row[:, None] * moved), 0)
+            total += tl.sum(moved, 0)
+            total_row += s_row + count * delta_row
+
+        total = total / M
+        mean_row = tl.sum(total_row, 0) / M
+        covariance = line / M - mean_row * total
+        mean = anchor + total
+        if not FIRST:
+            share = M / (seen + M).to(tl.float64)
+            old = tl.load(mean_ptr + columns, mask=member, other=0.0)
+            change = mean - old
+            change_row = anchor_row + mean_row - tl.load(mean_ptr + row)
+            before = tl.load(covariance_ptr + row * D + columns, mask=member, other=0.0)
+            covariance = before + share * (covariance - before + (1.0 - share) * change_row * change)
+            mean = old + share * change
+        tl.store(joined_ptr + row * D + columns, covariance, mask=member)
+        if row == 0:
+            tl.store(mean_at + columns, mean, mask=member)
