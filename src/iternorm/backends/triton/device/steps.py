@@ -3,9 +3,12 @@
 The same form as in `newton`. What follows a product in the iteration (a factor, a matrix to add) is done in passing.
 `ends` is what comes before and after the products, and `iterate` has the kernels that put them together.
 
-Matrices are ``[G, N, N]``, contiguous, fp32, and zero beyond the group. Whitening matrices are ``[G, D, D]``. All
-matrices of the iteration are polynomials of one symmetric matrix, or derivatives of such, so every result of a step is
-symmetric: a program computes a tile on or below the diagonal and stores it twice.
+Matrices are ``[G, N, N]``, contiguous, and zero beyond the group. Whitening matrices are ``[G, D, D]``. All matrices of
+the iteration are polynomials of one symmetric matrix, or derivatives of such, so every result of a step is symmetric: a
+program computes a tile on or below the diagonal and stores it twice.
+
+Products take matrices in fp32, or in float16 (`HALF`). What a step adds to a product is fp32 in either case: in float16
+a matrix that later steps add to has a second copy, of which only the tiles on and below the diagonal are there.
 """
 
 # A checker takes the language of the kernels for Python.
@@ -23,13 +26,14 @@ class Matrices(NamedTuple):
     D: int  # channels of a group, rows of a whitening matrix
     PADDED: int  # N, rounded up to a power of two
     SIDE: int  # of a tile
-    TILES: int  # of a matrix
-    PAIRS: int  # of its tiles, those that lie on or below the diagonal
+    PAIRS: int  # of the tiles of a matrix, those that lie on or below the diagonal
     EVEN: bool  # tiles fill the matrix: none is masked
     STEPS: int  # of the iteration; 2 stands for all above
     DEPTH: int  # of the blocks that a product goes through
     STAGES: int  # of that loop
-    PRECISION: str  # of products, as `tl.dot` names it
+    HALF: bool  # products take float16
+    JOINED: bool  # what needs the same R between two meetings is one item of work, see `iterate.joined_step`
+    PRECISION: str  # of products in fp32, as `tl.dot` names it
 
 
 @triton.jit
@@ -69,9 +73,12 @@ def store_matrix(ptr, rows, columns, block, MATRICES: tl.constexpr):
 
 
 @triton.jit
-def store_whitening(ptr, group, rows, columns, block, MATRICES: tl.constexpr):
+def store_whitening(ptr, group, rows, columns, tile, MATRICES: tl.constexpr):
+    """Store a tile of a whitening matrix and its transpose."""
     D: tl.constexpr = MATRICES.D
-    store_block(ptr + group * D * D, rows, columns, block, D, MATRICES.EVEN and D == MATRICES.N)
+    EVEN: tl.constexpr = MATRICES.EVEN and D == MATRICES.N
+    store_block(ptr + group * D * D, rows, columns, tile, D, EVEN)
+    store_block(ptr + group * D * D, columns, rows, tl.trans(tile), D, EVEN)
 
 
 @triton.jit
@@ -87,13 +94,6 @@ def tile_of(N: tl.constexpr, SIDE: tl.constexpr):
     """Rows and columns of this program's tile, and the number of its matrix."""
     rows, columns = tile_at(tl.program_id(0), N, SIDE)
     return rows, columns, tl.program_id(1).to(tl.int64)
-
-
-@triton.jit
-def place_of(tile, group, MATRICES: tl.constexpr):
-    """Rows and columns of a tile of a group's matrix, and where the matrix begins."""
-    rows, columns = tile_at(tile, MATRICES.N, MATRICES.SIDE)
-    return rows, columns, group * MATRICES.N * MATRICES.N
 
 
 @triton.jit
@@ -122,57 +122,89 @@ def trace_of(ptr, size, eps, MATRICES: tl.constexpr):
 
 
 @triton.jit
-def add_products(a_ptr, b_ptr, rows, columns, acc, MATRICES: tl.constexpr):
-    """A tile of acc + A B."""
+def symmetrized(tile, row, column):
+    """A tile, made exactly symmetric if it lies on the diagonal: rounding's asymmetry grows in many steps."""
+    if row == column:
+        tile = 0.5 * (tile + tl.trans(tile))
+    return tile
+
+
+@triton.jit
+def products(
+    a_ptr, c_ptr, b_ptr, rows, columns, shift, MATRICES: tl.constexpr, DERIVED: tl.constexpr, BOTH: tl.constexpr
+):  # fmt: skip
+    """Tiles of A B and dA B + A dB, and of C B and dC B + C dB, in one pass: they share the rows that they read.
+
+    The second two are there if `BOTH` are asked for, derivatives with `DERIVED`; that of a matrix lies `shift` behind
+    it. B is symmetric: its columns are read as rows, the order in memory that tensor cores want.
+    """
+    SIDE: tl.constexpr = MATRICES.SIDE
+    PRECISION: tl.constexpr = MATRICES.PRECISION
+    ab = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+    d_ab = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+    cb = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+    d_cb = tl.zeros([SIDE, SIDE], dtype=tl.float32)
     for begin in tl.range(0, MATRICES.N, MATRICES.DEPTH, num_stages=MATRICES.STAGES):
         depth = begin + tl.arange(0, MATRICES.DEPTH)
-        left = load_matrix(a_ptr, rows, depth, MATRICES)
-        right = load_matrix(b_ptr, depth, columns, MATRICES)
-        acc = tl.dot(left, right, acc, input_precision=MATRICES.PRECISION)
-    return acc
+        a = load_matrix(a_ptr, rows, depth, MATRICES)
+        b = tl.trans(load_matrix(b_ptr, columns, depth, MATRICES))
+        ab = tl.dot(a, b, ab, input_precision=PRECISION)
+        if BOTH:
+            c = load_matrix(c_ptr, rows, depth, MATRICES)
+            cb = tl.dot(c, b, cb, input_precision=PRECISION)
+        if DERIVED:
+            d_a = load_matrix(a_ptr + shift, rows, depth, MATRICES)
+            d_b = tl.trans(load_matrix(b_ptr + shift, columns, depth, MATRICES))
+            d_ab = tl.dot(d_a, b, d_ab, input_precision=PRECISION)
+            d_ab = tl.dot(a, d_b, d_ab, input_precision=PRECISION)
+            if BOTH:
+                d_c = load_matrix(c_ptr + shift, rows, depth, MATRICES)
+                d_cb = tl.dot(d_c, b, d_cb, input_precision=PRECISION)
+                d_cb = tl.dot(c, d_b, d_cb, input_precision=PRECISION)
+    return ab, d_ab, cb, d_cb
 
 
 @triton.jit
 def combined(
-    a_ptr, b_ptr, e_ptr, alpha, gamma, pair, shift,
+    a_ptr, b_ptr, e_ptr, alpha, gamma, pair, shift, e_shift,
     MATRICES: tl.constexpr, DERIVED: tl.constexpr, WATCHED: tl.constexpr,
 ):  # fmt: skip
-    """Rows and columns of a tile on or below the diagonal, and that of alpha A B + gamma E.
+    """Rows and columns of a tile on or below the diagonal, that of alpha A B + gamma E, and its derivative.
 
-    `DERIVED` asks for its derivative, alpha (dA B + A dB) + gamma dE; that of a matrix lies `shift` behind it. With
+    The derivative is there with `DERIVED`; those of A and B lie `shift` behind them, that of E `e_shift`. With
     `WATCHED`, B is an R, and where that has stopped the result is E.
     """
-    SIDE: tl.constexpr = MATRICES.SIDE
     rows, columns, row, column = pair_at(pair, MATRICES)
-    acc = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+    # On their way while the product is computed.
+    added = load_matrix(e_ptr, rows, columns, MATRICES)
+    d_added = added
     if DERIVED:
-        acc = add_products(a_ptr + shift, b_ptr, rows, columns, acc, MATRICES)
-        acc = add_products(a_ptr, b_ptr + shift, rows, columns, acc, MATRICES)
-        added = load_matrix(e_ptr + shift, rows, columns, MATRICES)
-    else:
-        acc = add_products(a_ptr, b_ptr, rows, columns, acc, MATRICES)
-        added = load_matrix(e_ptr, rows, columns, MATRICES)
-    acc = alpha * acc + gamma * added
-    if row == column:
-        # A covariance that was summed in parts is symmetric up to rounding, which many steps would enlarge.
-        acc = 0.5 * (acc + tl.trans(acc))
+        d_added = load_matrix(e_ptr + e_shift, rows, columns, MATRICES)
+    tile, d_tile, _, _ = products(a_ptr, a_ptr, b_ptr, rows, columns, shift, MATRICES, DERIVED, False)
+    tile = symmetrized(alpha * tile + gamma * added, row, column)
+    if DERIVED:
+        d_tile = symmetrized(alpha * d_tile + gamma * d_added, row, column)
     if WATCHED:
-        acc = tl.where(trace_of(b_ptr, MATRICES.N, 0.0, MATRICES) < 0.5, added, acc)
-    return rows, columns, acc
+        stopped = trace_of(b_ptr, MATRICES.N, 0.0, MATRICES) < 0.5
+        tile = tl.where(stopped, added, tile)
+        d_tile = tl.where(stopped, d_added, d_tile)
+    return rows, columns, tile, d_tile
 
 
 @triton.jit
 def store_symmetric(ptr, rows, columns, tile, MATRICES: tl.constexpr):
-    """Store a tile of a symmetric matrix and its transpose."""
+    """Store a tile of a symmetric matrix and its transpose, in the matrix's precision."""
+    tile = tile.to(ptr.dtype.element_ty)
     store_matrix(ptr, rows, columns, tile, MATRICES)
     store_matrix(ptr, columns, rows, tl.trans(tile), MATRICES)
 
 
 @triton.jit
-def settle(following_ptr, residual_ptr, out_ptr, tile, group, MATRICES: tl.constexpr):
+def settle(following_ptr, residual_ptr, out_ptr, pair, group, MATRICES: tl.constexpr):
     """The R that follows another, or zero where its trace has fallen: see `device/newton.py`."""
-    rows, columns, matrix = place_of(tile, group, MATRICES)
+    rows, columns, _, _ = pair_at(pair, MATRICES)
+    matrix = group * MATRICES.N * MATRICES.N
     level = trace_of(following_ptr + matrix, MATRICES.N, 0.0, MATRICES)
     stopped = level < tl.maximum(trace_of(residual_ptr + matrix, MATRICES.N, 0.0, MATRICES) - 0.5, 0.5)
     block = load_matrix(following_ptr + matrix, rows, columns, MATRICES)
-    store_matrix(out_ptr + matrix, rows, columns, tl.where(stopped, 0.0, block), MATRICES)
+    store_symmetric(out_ptr + matrix, rows, columns, tl.where(stopped, 0.0, block), MATRICES)
