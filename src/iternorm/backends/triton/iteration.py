@@ -109,7 +109,7 @@ class Iteration:
         In float16, as many for the gradient, R, Z, dR and dZ in fp32, and the rest in float16; each tile's largest.
         """
         pairs = self._matrices.PAIRS * (2 if self._matrices.HALF else 1)
-        return (10 + self._watched) * self._step + self._count * (pairs + 1)
+        return (10 + self._watched) * self._step + self._count * (pairs + 2)
 
     def forward(self, covariance, whitening, work, counter, eps: float) -> Call:
         """The whitening matrices ``[G, D, D]`` of covariances ``[G, N, N]`` without eps.
@@ -180,7 +180,9 @@ class Iteration:
 
     def _meeting(self, kernel, warps: int, pointers: tuple, num_floats: int, matrices, **constants: Any) -> Launch:
         """A launch whose programs meet: as many as have work between two meetings."""
-        items = matrices.PAIRS * self._count * (1 if matrices.JOINED else 2)
+        # S and Z, and in fp32 their derivatives.
+        steps = 1 if matrices.JOINED else 4 if kernel is iterate_backward and not matrices.HALF else 2
+        items = steps * matrices.PAIRS * self._count
         grid, integers = (items, 1), (self._channels, self._count)
         constants |= {"MATRICES": matrices, "T": self._num_iters, "STRIDE": self._step, "WATCHED": self._watched}
         floats = (0.5,) * num_floats

@@ -48,12 +48,18 @@ def normalized(covariance_ptr, rows, columns, trace, eps, identity, MATRICES: tl
 
 
 @triton.jit
+def trace_of_group(covariance_ptr, eps, C, group, MATRICES: tl.constexpr):
+    """tr(Σ + eps I) of a group."""
+    return trace_of(covariance_ptr + group * MATRICES.N * MATRICES.N, size_of(group, C, MATRICES), eps, MATRICES)
+
+
+@triton.jit
 def start(
     covariance_ptr,
     exact_ptr,
     residual_ptr,
     out_ptr,
-    scale_ptr,
+    trace,
     eps,
     C,
     pair,
@@ -61,21 +67,19 @@ def start(
     MATRICES: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
-    """R_0, Z_1 = (3 I - R_0)/2 and tr(Σ)^-1/2; for less than two `STEPS` only the whitening matrix.
+    """R_0 and Z_1 = (3 I - R_0)/2; for less than two `STEPS` only the whitening matrix.
 
     With `HALF` their copies in fp32 too, R's at `exact_ptr` and Z's after it.
     """
     size = size_of(group, C, MATRICES)
     rows, columns, row, column = pair_at(pair, MATRICES)
     matrix = group * MATRICES.N * MATRICES.N
-    covariance_ptr += matrix
-    trace = trace_of(covariance_ptr, size, eps, MATRICES)
     identity = identity_of(rows, columns, size)
     iterate = identity
     if MATRICES.STEPS > 0:
         # A covariance that was summed in parts is symmetric up to rounding.
         residual = symmetrized(
-            normalized(covariance_ptr, rows, columns, trace, eps, identity, MATRICES), row, column
+            normalized(covariance_ptr + matrix, rows, columns, trace, eps, identity, MATRICES), row, column
         )  # fmt: skip
         iterate = 1.5 * identity - 0.5 * residual
     if MATRICES.STEPS > 1:
@@ -84,8 +88,6 @@ def start(
         if MATRICES.HALF:
             store_matrix(exact_ptr + matrix, rows, columns, residual, MATRICES)
             store_matrix(exact_ptr + STRIDE + matrix, rows, columns, iterate, MATRICES)
-        if pair == 0:
-            tl.store(scale_ptr + group, tl.rsqrt(trace))
     else:
         store_whitening(out_ptr, group, rows, columns, tl.rsqrt(trace) * iterate, MATRICES)
 
@@ -116,6 +118,7 @@ def prepare(
     d_iterate_ptr,
     sums_ptr,
     levels_ptr,
+    trace,
     eps,
     C,
     pair,
@@ -133,7 +136,6 @@ def prepare(
     size = size_of(group, C, MATRICES)
     rows, columns, row, column = pair_at(pair, MATRICES)
     matrix = group * N * N
-    covariance_ptr += matrix
     gradient = load_matrix(gradient_ptr + matrix, rows, columns, MATRICES)
     transposed = load_transposed(gradient_ptr + matrix, rows, columns, MATRICES)
     if AFFINE:
@@ -146,10 +148,10 @@ def prepare(
     whitening = load_block(whitening_ptr + group * D * D, rows, columns, D, MATRICES.EVEN and D == N)
     through_trace = 0.5 * total(gradient * whitening)
     if MATRICES.STEPS > 0:
-        trace = trace_of(covariance_ptr, size, eps, MATRICES)
         d_residual = gradient * tl.rsqrt(trace)
         if MATRICES.STEPS == 1:
-            residual = normalized(covariance_ptr, rows, columns, trace, eps, identity_of(rows, columns, size), MATRICES)
+            identity = identity_of(rows, columns, size)
+            residual = normalized(covariance_ptr + matrix, rows, columns, trace, eps, identity, MATRICES)
             through_trace += total(-0.5 * d_residual * residual)
             store_matrix(d_iterate_ptr + matrix, rows, columns, -0.5 * d_residual, MATRICES)
         elif MATRICES.HALF:
@@ -199,12 +201,11 @@ def scale(
 
 
 @triton.jit
-def finish_trace(covariance_ptr, sums_ptr, d_iterate, eps, C, pair, group, MATRICES: tl.constexpr):
+def finish_trace(covariance_ptr, sums_ptr, d_iterate, trace, eps, C, pair, group, MATRICES: tl.constexpr):
     """Add <dZ_T, R_0> of a tile, and of its mirror image, to what the tile adds to the gradient of the trace."""
     size = size_of(group, C, MATRICES)
     rows, columns, row, column = pair_at(pair, MATRICES)
     covariance_ptr += group * MATRICES.N * MATRICES.N
-    trace = trace_of(covariance_ptr, size, eps, MATRICES)
     residual = normalized(covariance_ptr, rows, columns, trace, eps, identity_of(rows, columns, size), MATRICES)
     place = sums_ptr + group * MATRICES.PAIRS + pair
     tl.store(place, tl.load(place) + times_of(row, column) * total(d_iterate * residual))
@@ -213,10 +214,9 @@ def finish_trace(covariance_ptr, sums_ptr, d_iterate, eps, C, pair, group, MATRI
 @triton.jit
 def finish(
     d_iterate_ptr,
-    covariance_ptr,
     sums_ptr,
     out_ptr,
-    eps,
+    trace,
     factor,
     C,
     pair,
@@ -231,7 +231,6 @@ def finish(
     size = size_of(group, C, MATRICES)
     rows, columns, _, _ = pair_at(pair, MATRICES)
     matrix = group * MATRICES.N * MATRICES.N
-    trace = trace_of(covariance_ptr + matrix, size, eps, MATRICES)
     through_trace = 0.0
     for begin in range(0, MATRICES.PAIRS, TOGETHER):
         part = begin + tl.arange(0, TOGETHER)

@@ -4,7 +4,7 @@ The programs share the tiles of all matrices. Between two products of the iterat
 come so far. That takes a launch whose programs all run at once (`runtime.Launch`, `cooperative`).
 
 The backward takes the steps of the forward again, and beside each its derivative (math.md, Eq. 11): nothing is kept.
-A program computes a tile and its derivative in one pass: both want the same rows.
+Of float16 matrices, a program computes a tile and its derivative in one pass: both want the same rows.
 
 In the work memory there are first, with `HALF`, R and Z in fp32, and backward dR and dZ; then the matrices that
 products take: S in slot 0, R_k in slot 1 + k % 2, Z_k in slot 3 + k % 2, and backward their derivatives 5 slots behind
@@ -16,13 +16,21 @@ them. With `WATCHED` the next R is in the slot after all of these until it is se
 import triton
 import triton.language as tl
 
-from iternorm.backends.triton.device.ends import finish, finish_trace, prepare, scale, start, weight_rows
+from iternorm.backends.triton.device.ends import (
+    finish,
+    finish_trace,
+    prepare,
+    scale,
+    start,
+    trace_of_group,
+    weight_rows,
+)
 from iternorm.backends.triton.device.steps import (
     combined,
     load_matrix,
     pair_at,
-    products,
     settle,
+    stacked_products,
     store_matrix,
     store_symmetric,
     store_whitening,
@@ -80,46 +88,75 @@ def operands_of(work_ptr, MATRICES: tl.constexpr, STRIDE: tl.constexpr, EXACT: t
 @triton.jit
 def store_results(
     out_ptr, d_out_ptr, e_ptr, e_shift, rows, columns, tile, d_tile,
-    MATRICES: tl.constexpr, DERIVED: tl.constexpr, KEPT: tl.constexpr,
+    MATRICES: tl.constexpr, VALUE: tl.constexpr, DERIVED: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile and its derivative; with `HALF` what is `KEPT` for later steps to add takes the place of E in fp32."""
+    """Store a tile and its derivative; with `HALF` what later steps add (`KEPT`) takes the place of E in fp32."""
     if MATRICES.HALF and KEPT:
         # All of E's tile has been read.
         tl.debug_barrier()
         store_matrix(e_ptr, rows, columns, tile, MATRICES)
         if DERIVED:
             store_matrix(e_ptr + e_shift, rows, columns, d_tile, MATRICES)
-    store_symmetric(out_ptr, rows, columns, tile, MATRICES)
+    if VALUE:
+        store_symmetric(out_ptr, rows, columns, tile, MATRICES)
     if DERIVED:
         store_symmetric(d_out_ptr, rows, columns, d_tile, MATRICES)
 
 
 @triton.jit
-def step(
-    a_ptr, b_ptr, e_ptr, out_ptr, d_out_ptr, alpha, gamma, item, end, items, shift, e_shift,
-    MATRICES: tl.constexpr, DERIVED: tl.constexpr, WATCHED: tl.constexpr, KEPT: tl.constexpr,
+def share_of_step(
+    a_ptr, b_ptr, e_ptr, out_ptr, d_out_ptr, alpha, gamma, item, begin, items, shift, e_shift,
+    MATRICES: tl.constexpr, VALUE: tl.constexpr, DERIVED: tl.constexpr, WATCHED: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of alpha A B + gamma E, and of its derivative: see `combined`.
+    """This program's share of alpha A B + gamma E, or of its derivative, or of both: see `combined`.
 
-    Items of work that are done between two meetings are counted through. This program begins at `item`, the step ends
-    before `end`, and where the program goes on after it is returned.
+    Items of work that are done between two meetings are counted through. Of these, so many `items` from `begin` are
+    done here. This program's first is `item` or later ones, and where it goes on is returned.
     """
     programs = tl.num_programs(0)
+    end = begin + items
     for i in range(item, end, programs):
-        pair, group = tile_and_group(i % items, MATRICES.PAIRS)
+        pair, group = tile_and_group(i - begin, MATRICES.PAIRS)
         at = group * MATRICES.N * MATRICES.N
         rows, columns, tile, d_tile = combined(
-            a_ptr + at, b_ptr + at, e_ptr + at, alpha, gamma, pair, shift, e_shift, MATRICES, DERIVED, WATCHED
+            a_ptr + at, b_ptr + at, e_ptr + at, alpha, gamma, pair, shift, e_shift, MATRICES, VALUE, DERIVED, WATCHED
         )  # fmt: skip
         store_results(
-            out_ptr + at, d_out_ptr + at, e_ptr + at, e_shift, rows, columns, tile, d_tile, MATRICES, DERIVED, KEPT
+            out_ptr + at, d_out_ptr + at, e_ptr + at, e_shift, rows, columns, tile, d_tile,
+            MATRICES, VALUE, DERIVED, KEPT,
         )  # fmt: skip
     return item + tl.cdiv(tl.maximum(end - item, 0), programs) * programs
 
 
 @triton.jit
+def step(
+    a_ptr, b_ptr, e_ptr, out_ptr, d_out_ptr, alpha, gamma, item, begin, items, shift, e_shift,
+    MATRICES: tl.constexpr, DERIVED: tl.constexpr, WATCHED: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """This program's share of alpha A B + gamma E and of its derivative, and where it goes on: see `share_of_step`.
+
+    In fp32 the derivatives, which take twice as long, come first, and are items of their own.
+    """
+    if DERIVED and not MATRICES.HALF:
+        item = share_of_step(
+            a_ptr, b_ptr, e_ptr, out_ptr, d_out_ptr, alpha, gamma, item, begin, items, shift, e_shift,
+            MATRICES, False, True, WATCHED, KEPT,
+        )  # fmt: skip
+        item = share_of_step(
+            a_ptr, b_ptr, e_ptr, out_ptr, d_out_ptr, alpha, gamma, item, begin + items, items, shift, e_shift,
+            MATRICES, True, False, WATCHED, KEPT,
+        )  # fmt: skip
+    else:
+        item = share_of_step(
+            a_ptr, b_ptr, e_ptr, out_ptr, d_out_ptr, alpha, gamma, item, begin, items, shift, e_shift,
+            MATRICES, True, DERIVED, WATCHED, KEPT,
+        )  # fmt: skip
+    return item
+
+
+@triton.jit
 def joined_step(
-    r_ptr, z_ptr, exact_ptr, square_ptr, next_z_ptr, items, shift,
+    r_ptr, exact_ptr, square_ptr, next_z_ptr, items, shift,
     MATRICES: tl.constexpr, STRIDE: tl.constexpr, DERIVED: tl.constexpr,
 ):  # fmt: skip
     """This program's share of S = 1/4 R² - 3/2 R and of Z <- 3/2 Z - 1/2 Z R, and of their derivatives, with `HALF`.
@@ -138,8 +175,8 @@ def joined_step(
         if DERIVED:
             d_r = load_matrix(exact_ptr + e_shift + at, rows, columns, MATRICES)
             d_z = load_matrix(exact_ptr + STRIDE + e_shift + at, rows, columns, MATRICES)
-        rr, d_rr, zr, d_zr = products(
-            r_ptr + at, z_ptr + at, r_ptr + at, rows, columns, shift, MATRICES, DERIVED, True
+        rr, d_rr, zr, d_zr = stacked_products(
+            r_ptr + at, r_ptr + at, row, column, shift, 2 * STRIDE, MATRICES, DERIVED, True
         )  # fmt: skip
         square = symmetrized(0.25 * rr - 1.5 * r, row, column)
         following = symmetrized(1.5 * z - 0.5 * zr, row, column)
@@ -150,11 +187,11 @@ def joined_step(
             d_following = symmetrized(1.5 * d_z - 0.5 * d_zr, row, column)
         store_results(
             square_ptr + at, square_ptr + shift + at, exact_ptr + at, e_shift, rows, columns, square, d_square,
-            MATRICES, DERIVED, False,
+            MATRICES, True, DERIVED, False,
         )  # fmt: skip
         store_results(
             next_z_ptr + at, next_z_ptr + shift + at, exact_ptr + STRIDE + at, e_shift, rows, columns, following,
-            d_following, MATRICES, DERIVED, True,
+            d_following, MATRICES, True, DERIVED, True,
         )  # fmt: skip
 
 
@@ -185,17 +222,18 @@ def take_steps(
         # S = 1/4 R² - 3/2 R, and beside it Z of the step before, which wants no more than R either.
         if MATRICES.JOINED and k > 1:
             joined_step(
-                r_ptr, z_ptr, exact_ptr, square_ptr, next_z_ptr, items, shift, MATRICES, STRIDE, DERIVED
+                r_ptr, exact_ptr, square_ptr, next_z_ptr, items, shift, MATRICES, STRIDE, DERIVED
             )  # fmt: skip
         else:
             item = step(
-                r_ptr, r_ptr, exact_r_ptr, square_ptr, square_ptr + shift, 0.25, -1.5, first, items, items, shift,
+                r_ptr, r_ptr, exact_r_ptr, square_ptr, square_ptr + shift, 0.25, -1.5, first, 0, items, shift,
                 e_shift, MATRICES, DERIVED, False, False,
             )  # fmt: skip
             if not MATRICES.JOINED:
-                end = tl.where(k > 1, 2 * items, items)
+                begin = 2 * items if DERIVED and not MATRICES.HALF else items
+                more = tl.where(k > 1, items, 0)
                 step(
-                    z_ptr, r_ptr, exact_z_ptr, next_z_ptr, next_z_ptr + shift, -0.5, 1.5, item, end, items, shift,
+                    z_ptr, r_ptr, exact_z_ptr, next_z_ptr, next_z_ptr + shift, -0.5, 1.5, item, begin, more, shift,
                     e_shift, MATRICES, DERIVED, WATCHED, True,
                 )  # fmt: skip
         arrivals += programs
@@ -206,7 +244,7 @@ def take_steps(
         else:
             following_ptr = next_r_ptr
         step(
-            r_ptr, square_ptr, exact_r_ptr, following_ptr, next_r_ptr + shift, 1.0, 2.25, first, items, items, shift,
+            r_ptr, square_ptr, exact_r_ptr, following_ptr, next_r_ptr + shift, 1.0, 2.25, first, 0, items, shift,
             e_shift, MATRICES, DERIVED, False, True,
         )  # fmt: skip
         arrivals += programs
@@ -241,14 +279,16 @@ def iterate(
     programs = tl.num_programs(0)
     items = MATRICES.PAIRS * count
     operands_ptr = operands_of(work_ptr, MATRICES, STRIDE, 2)
-    scale_ptr = work_ptr + (6 if WATCHED else 5) * STRIDE
+    traces_ptr = work_ptr + (6 if WATCHED else 5) * STRIDE
     iterate_ptr = operands_ptr + 4 * STRIDE if T > 1 else whitening_ptr
     for item in range(first, items, programs):
         pair, group = tile_and_group(item, MATRICES.PAIRS)
+        trace = trace_of_group(covariance_ptr, eps, C, group, MATRICES)
         start(
-            covariance_ptr, work_ptr, operands_ptr + STRIDE, iterate_ptr, scale_ptr, eps, C, pair, group,
-            MATRICES, STRIDE,
+            covariance_ptr, work_ptr, operands_ptr + STRIDE, iterate_ptr, trace, eps, C, pair, group, MATRICES, STRIDE
         )  # fmt: skip
+        if pair == 0:
+            tl.store(traces_ptr + group, trace)
     if T > 1:
         meet(counter_ptr, programs)
         take_steps(work_ptr, operands_ptr, counter_ptr, programs, count, MATRICES, T, STRIDE, False, WATCHED)
@@ -262,9 +302,10 @@ def iterate(
             else:
                 exact_z_ptr = z_ptr
             rows, columns, tile, _ = combined(
-                z_ptr, r_ptr, exact_z_ptr, -0.5, 1.5, pair, 0, 0, MATRICES, False, WATCHED
+                z_ptr, r_ptr, exact_z_ptr, -0.5, 1.5, pair, 0, 0, MATRICES, True, False, WATCHED
             )  # fmt: skip
-            store_whitening(whitening_ptr, group, rows, columns, tile * tl.load(scale_ptr + group), MATRICES)
+            tile *= tl.rsqrt(tl.load(traces_ptr + group))
+            store_whitening(whitening_ptr, group, rows, columns, tile, MATRICES)
 
 
 @triton.jit
@@ -321,21 +362,25 @@ def iterate_backward(
     d_residual_ptr = operands_ptr + 6 * STRIDE
     d_iterate_ptr = operands_ptr + 9 * STRIDE
     sums_ptr = work_ptr + (11 if WATCHED else 10) * STRIDE
-    scale_ptr = sums_ptr + items
-    levels_ptr = scale_ptr + count
+    traces_ptr = sums_ptr + items
+    scales_ptr = traces_ptr + count
+    levels_ptr = scales_ptr + count
     if MATRICES.HALF:
         prepared_ptr = exact_ptr + 2 * STRIDE
     else:
         prepared_ptr = d_residual_ptr
     for item in range(first, items, programs):
         pair, group = tile_and_group(item, MATRICES.PAIRS)
+        trace = trace_of_group(covariance_ptr, eps, C, group, MATRICES)
+        if pair == 0:
+            tl.store(traces_ptr + group, trace)
         prepare(
             gradient_ptr, covariance_ptr, whitening_ptr, weight_ptr, grad_weight_ptr, prepared_ptr, d_iterate_ptr,
-            sums_ptr, levels_ptr, eps, C, pair, group, MATRICES, AFFINE,
+            sums_ptr, levels_ptr, trace, eps, C, pair, group, MATRICES, AFFINE,
         )  # fmt: skip
         if T > 1:
             start(
-                covariance_ptr, exact_ptr, operands_ptr + STRIDE, operands_ptr + 4 * STRIDE, scale_ptr, eps, C, pair,
+                covariance_ptr, exact_ptr, operands_ptr + STRIDE, operands_ptr + 4 * STRIDE, trace, eps, C, pair,
                 group, MATRICES, STRIDE,
             )  # fmt: skip
     arrivals = programs
@@ -344,7 +389,7 @@ def iterate_backward(
         for item in range(first, items, programs):
             pair, group = tile_and_group(item, MATRICES.PAIRS)
             scale(
-                prepared_ptr, d_residual_ptr, d_iterate_ptr, levels_ptr, scale_ptr, pair, group, MATRICES, STRIDE,
+                prepared_ptr, d_residual_ptr, d_iterate_ptr, levels_ptr, scales_ptr, pair, group, MATRICES, STRIDE,
                 TOGETHER, LARGEST,
             )  # fmt: skip
         arrivals += programs
@@ -368,16 +413,18 @@ def iterate_backward(
                 exact_z_ptr = z_ptr
                 e_shift = 5 * STRIDE
             rows, columns, _, tile = combined(
-                z_ptr, r_ptr, exact_z_ptr, -0.5, 1.5, pair, 5 * STRIDE, e_shift, MATRICES, True, WATCHED
+                z_ptr, r_ptr, exact_z_ptr, -0.5, 1.5, pair, 5 * STRIDE, e_shift, MATRICES, False, True, WATCHED
             )  # fmt: skip
             if MATRICES.HALF:
-                tile *= 1.0 / tl.load(scale_ptr + group)
+                tile *= 1.0 / tl.load(scales_ptr + group)
                 # All of E's tile has been read.
                 tl.debug_barrier()
             store_matrix(result_ptr + matrix, rows, columns, tile, MATRICES)
-            finish_trace(covariance_ptr, sums_ptr, tile, eps, C, pair, group, MATRICES)
+            trace = tl.load(traces_ptr + group)
+            finish_trace(covariance_ptr, sums_ptr, tile, trace, eps, C, pair, group, MATRICES)
         arrivals += programs
         meet(counter_ptr, arrivals)
     for item in range(first, items, programs):
         pair, group = tile_and_group(item, MATRICES.PAIRS)
-        finish(result_ptr, covariance_ptr, sums_ptr, out_ptr, eps, factor, C, pair, group, MATRICES, TOGETHER)
+        trace = tl.load(traces_ptr + group)
+        finish(result_ptr, sums_ptr, out_ptr, trace, factor, C, pair, group, MATRICES, TOGETHER)

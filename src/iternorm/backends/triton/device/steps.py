@@ -130,58 +130,115 @@ def symmetrized(tile, row, column):
 
 
 @triton.jit
-def products(
-    a_ptr, c_ptr, b_ptr, rows, columns, shift, MATRICES: tl.constexpr, DERIVED: tl.constexpr, BOTH: tl.constexpr
-):  # fmt: skip
-    """Tiles of A B and dA B + A dB, and of C B and dC B + C dB, in one pass: they share the rows that they read.
-
-    The second two are there if `BOTH` are asked for, derivatives with `DERIVED`; that of a matrix lies `shift` behind
-    it. B is symmetric: its columns are read as rows, the order in memory that tensor cores want.
-    """
-    SIDE: tl.constexpr = MATRICES.SIDE
-    PRECISION: tl.constexpr = MATRICES.PRECISION
-    ab = tl.zeros([SIDE, SIDE], dtype=tl.float32)
-    d_ab = tl.zeros([SIDE, SIDE], dtype=tl.float32)
-    cb = tl.zeros([SIDE, SIDE], dtype=tl.float32)
-    d_cb = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+def add_products(a_ptr, b_ptr, rows, columns, acc, MATRICES: tl.constexpr):
+    """A tile of acc + A B. B is symmetric: its columns are read as rows, the order that tensor cores want."""
     for begin in tl.range(0, MATRICES.N, MATRICES.DEPTH, num_stages=MATRICES.STAGES):
         depth = begin + tl.arange(0, MATRICES.DEPTH)
-        a = load_matrix(a_ptr, rows, depth, MATRICES)
-        b = tl.trans(load_matrix(b_ptr, columns, depth, MATRICES))
-        ab = tl.dot(a, b, ab, input_precision=PRECISION)
-        if BOTH:
-            c = load_matrix(c_ptr, rows, depth, MATRICES)
-            cb = tl.dot(c, b, cb, input_precision=PRECISION)
-        if DERIVED:
-            d_a = load_matrix(a_ptr + shift, rows, depth, MATRICES)
-            d_b = tl.trans(load_matrix(b_ptr + shift, columns, depth, MATRICES))
-            d_ab = tl.dot(d_a, b, d_ab, input_precision=PRECISION)
-            d_ab = tl.dot(a, d_b, d_ab, input_precision=PRECISION)
-            if BOTH:
-                d_c = load_matrix(c_ptr + shift, rows, depth, MATRICES)
-                d_cb = tl.dot(d_c, b, d_cb, input_precision=PRECISION)
-                d_cb = tl.dot(c, d_b, d_cb, input_precision=PRECISION)
-    return ab, d_ab, cb, d_cb
+        left = load_matrix(a_ptr, rows, depth, MATRICES)
+        right = tl.trans(load_matrix(b_ptr, columns, depth, MATRICES))
+        acc = tl.dot(left, right, acc, input_precision=MATRICES.PRECISION)
+    return acc
+
+
+@triton.jit
+def rows_of_parts(index, shift, other, MATRICES: tl.constexpr, PARTS: tl.constexpr, DERIVED: tl.constexpr):
+    """Where the rows of a row of tiles begin in so many matrices, and which rows they are.
+
+    The second of the matrices is the first one's derivative, `shift` behind it, with `DERIVED`. Then comes the same of
+    a matrix that is `other` behind the first.
+    """
+    i = tl.arange(0, PARTS * MATRICES.SIDE)
+    part = tl.cast(i // MATRICES.SIDE, tl.int64)
+    rows = index * MATRICES.SIDE + i % MATRICES.SIDE
+    if DERIVED:
+        offsets = part % 2 * shift + part // 2 * other
+    else:
+        offsets = part * other
+    return offsets + rows * MATRICES.N, rows
+
+
+@triton.jit
+def load_rows(ptr, offsets, rows, columns, MATRICES: tl.constexpr):
+    pointers = ptr + offsets[:, None] + columns[None, :]
+    if MATRICES.EVEN:
+        block = tl.load(pointers)
+    else:
+        block = tl.load(pointers, mask=(rows[:, None] < MATRICES.N) & (columns[None, :] < MATRICES.N), other=0.0)
+    return block
+
+
+@triton.jit
+def stacked_products(
+    a_ptr, b_ptr, row, column, shift, other, MATRICES: tl.constexpr, DERIVED: tl.constexpr, BOTH: tl.constexpr
+):  # fmt: skip
+    """Tiles of A B and dA B + A dB, and of C B and dC B + C dB, in one pass and one product: they share their rows.
+
+    It is [A; dA; C; dC] [B, dB], of which the product of two derivatives is left over; the derivatives are there with
+    `DERIVED`, and C, `other` behind A, if `BOTH` are asked for.
+    """
+    SIDE: tl.constexpr = MATRICES.SIDE
+    RIGHT: tl.constexpr = 2 if DERIVED else 1
+    LEFT: tl.constexpr = 2 * RIGHT if BOTH else RIGHT
+    left_offsets, left_rows = rows_of_parts(row, shift, other, MATRICES, LEFT, DERIVED)
+    right_offsets, right_rows = rows_of_parts(column, shift, other, MATRICES, RIGHT, DERIVED)
+    acc = tl.zeros([LEFT * SIDE, RIGHT * SIDE], dtype=tl.float32)
+    for begin in tl.range(0, MATRICES.N, MATRICES.DEPTH, num_stages=MATRICES.STAGES):
+        depth = begin + tl.arange(0, MATRICES.DEPTH)
+        left = load_rows(a_ptr, left_offsets, left_rows, depth, MATRICES)
+        right = load_rows(b_ptr, right_offsets, right_rows, depth, MATRICES)
+        acc = tl.dot(left, tl.trans(right), acc)
+    first, second = acc, acc
+    if BOTH:
+        first, second = tl.split(acc.reshape(2, RIGHT * SIDE, RIGHT * SIDE).permute(1, 2, 0))
+    tile, d_tile = parts_of_product(first, SIDE, DERIVED)
+    other_tile, d_other_tile = tile, d_tile
+    if BOTH:
+        other_tile, d_other_tile = parts_of_product(second, SIDE, DERIVED)
+    return tile, d_tile, other_tile, d_other_tile
+
+
+@triton.jit
+def parts_of_product(acc, SIDE: tl.constexpr, DERIVED: tl.constexpr):
+    """A B and dA B + A dB of [A; dA] [B, dB]; without `DERIVED` it is A B."""
+    if DERIVED:
+        left, right = tl.split(acc.reshape(2, SIDE, 2, SIDE).permute(1, 3, 0, 2))
+        tile, d_tile = tl.split(left)
+        more, _ = tl.split(right)
+        d_tile += more
+    else:
+        tile, d_tile = acc, acc
+    return tile, d_tile
 
 
 @triton.jit
 def combined(
     a_ptr, b_ptr, e_ptr, alpha, gamma, pair, shift, e_shift,
-    MATRICES: tl.constexpr, DERIVED: tl.constexpr, WATCHED: tl.constexpr,
+    MATRICES: tl.constexpr, VALUE: tl.constexpr, DERIVED: tl.constexpr, WATCHED: tl.constexpr,
 ):  # fmt: skip
-    """Rows and columns of a tile on or below the diagonal, that of alpha A B + gamma E, and its derivative.
+    """Rows and columns of a tile on or below the diagonal, that of alpha A B + gamma E, and that of its derivative.
 
-    The derivative is there with `DERIVED`; those of A and B lie `shift` behind them, that of E `e_shift`. With
-    `WATCHED`, B is an R, and where that has stopped the result is E.
+    Of the tiles those are there that are asked for, `VALUE` and `DERIVED`. The derivatives of A and B lie `shift`
+    behind them, that of E `e_shift`. With `WATCHED`, B is an R, and where that has stopped the result is E.
     """
+    SIDE: tl.constexpr = MATRICES.SIDE
     rows, columns, row, column = pair_at(pair, MATRICES)
+    zeros = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+    tile, d_tile, added, d_added = zeros, zeros, zeros, zeros
     # On their way while the product is computed.
-    added = load_matrix(e_ptr, rows, columns, MATRICES)
-    d_added = added
+    if VALUE:
+        added = load_matrix(e_ptr, rows, columns, MATRICES)
     if DERIVED:
         d_added = load_matrix(e_ptr + e_shift, rows, columns, MATRICES)
-    tile, d_tile, _, _ = products(a_ptr, a_ptr, b_ptr, rows, columns, shift, MATRICES, DERIVED, False)
-    tile = symmetrized(alpha * tile + gamma * added, row, column)
+    if MATRICES.HALF:
+        tile, d_tile, _, _ = stacked_products(a_ptr, b_ptr, row, column, shift, 0, MATRICES, DERIVED, False)
+    else:
+        if VALUE:
+            tile = add_products(a_ptr, b_ptr, rows, columns, zeros, MATRICES)
+        if DERIVED:
+            d_tile = add_products(a_ptr + shift, b_ptr, rows, columns, zeros, MATRICES)
+            d_tile = add_products(a_ptr, b_ptr + shift, rows, columns, d_tile, MATRICES)
+    if VALUE:
+        tile = symmetrized(alpha * tile + gamma * added, row, column)
     if DERIVED:
         d_tile = symmetrized(alpha * d_tile + gamma * d_added, row, column)
     if WATCHED:
