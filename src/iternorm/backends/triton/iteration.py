@@ -65,7 +65,7 @@ class Iteration:
         weight: torch.dtype | None = None,
         running: RunningKey | None = None,
     ):
-        blocks = tiling.blocks_for(stride, precision, False)
+        blocks = tiling.blocks_for(stride, precision)
         self._across = -(-stride // blocks.side)
         # Every array of matrices begins at 16 bytes, in float16 too.
         self._step = -(-count * stride * stride // 8) * 8
@@ -80,7 +80,7 @@ class Iteration:
             PADDED=int(triton.next_power_of_2(stride)),
             SIDE=blocks.side,
             PAIRS=self._across * (self._across + 1) // 2,
-            EVEN=self._is_even(stride, blocks),
+            EVEN=stride % blocks.side == 0 and stride % blocks.depth == 0,
             STEPS=min(num_iters, 2),
             DEPTH=blocks.depth,
             STAGES=blocks.stages,
@@ -89,10 +89,6 @@ class Iteration:
             JOINED=blocks.joined and precision == HALF and num_iters > 1,
             PRECISION="ieee" if precision == HALF else precision,
         )
-
-    @staticmethod
-    def _is_even(stride: int, blocks: tiling.Blocks) -> bool:
-        return stride % blocks.side == 0 and stride % blocks.depth == 0
 
     @property
     def forward_work(self) -> int:
@@ -160,26 +156,22 @@ class Iteration:
 
     def _iterate(self) -> Launch:
         pointers = (*(torch.float32,) * 3, torch.int32)
-        return self._meeting(iterate, self._warps, pointers, 1, self._matrices)
+        return self._meeting(iterate, pointers, 1)
 
     def _iterate_backward(self) -> Launch:
         fp32 = torch.float32
         grad_weight = None if self._weight is None else fp32
         pointers = (fp32, fp32, fp32, self._weight, grad_weight, fp32, fp32, torch.int32)
-        precision = HALF if self._matrices.HALF else self._matrices.PRECISION
-        blocks = tiling.blocks_for(self._matrices.N, precision, True)
-        matrices = self._matrices._replace(
-            EVEN=self._is_even(self._matrices.N, blocks), DEPTH=blocks.depth, STAGES=blocks.stages
-        )
         constants = {
             "AFFINE": self._weight is not None,
-            "TOGETHER": min(triton.next_power_of_2(matrices.PAIRS), 1024),
+            "TOGETHER": min(triton.next_power_of_2(self._matrices.PAIRS), 1024),
             "LARGEST": newton_range(self._num_iters, self._size),
         }
-        return self._meeting(iterate_backward, blocks.warps, pointers, 2, matrices, **constants)
+        return self._meeting(iterate_backward, pointers, 2, **constants)
 
-    def _meeting(self, kernel, warps: int, pointers: tuple, num_floats: int, matrices, **constants: Any) -> Launch:
+    def _meeting(self, kernel, pointers: tuple, num_floats: int, **constants: Any) -> Launch:
         """A launch whose programs meet: as many as have work between two meetings."""
+        matrices = self._matrices
         # S and Z, and in fp32 their derivatives.
         steps = 1 if matrices.JOINED else 4 if kernel is iterate_backward and not matrices.HALF else 2
         items = steps * matrices.PAIRS * self._count
@@ -187,7 +179,7 @@ class Iteration:
         constants |= {"MATRICES": matrices, "T": self._num_iters, "STRIDE": self._step, "WATCHED": self._watched}
         floats = (0.5,) * num_floats
         return Launch(
-            kernel, grid, pointers, floats, integers, (0,), constants, warps, self._device, False, True
+            kernel, grid, pointers, floats, integers, (0,), constants, self._warps, self._device, False, True
         )  # fmt: skip
 
     def _weight_gradient(self) -> Launch:

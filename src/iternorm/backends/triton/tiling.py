@@ -127,19 +127,17 @@ class Blocks(NamedTuple):
     joined: bool = False  # S and Z in one pass, see `device/iterate.py`; in float16 only
 
 
-def blocks_for(size: int, precision: str, backward: bool) -> Blocks:
-    """The blocks for matrices of so many rows; forward and backward have tiles of the same side.
+def blocks_for(size: int, precision: str) -> Blocks:
+    """The blocks for matrices of so many rows, forward and backward.
 
     Small tiles, so that there are enough for a GPU. benchmarks/tune_iteration.py times others.
     """
     if precision == HALF:
-        depth = 32 if size % 64 != 0 else 128 if size in (128, 256) else 64
-        # From 512 rows on there is a tile for every multiprocessor without Z's own.
-        return Blocks(side=32, depth=depth, stages=4 if depth == 64 else 3, warps=4, joined=size >= 512)
-    warps = 2 if size >= 512 else 4
-    # At a depth of 64 two warps run out of registers (seen in the compiler's report, not timed).
-    narrow = size % 64 != 0 or (backward and precision == "tf32x3" and warps == 2)
-    return Blocks(side=32, depth=32 if narrow else 64, stages=3, warps=warps)
+        # From 512 rows on there is a tile for every multiprocessor of an H200 without Z's own.
+        return Blocks(side=32, depth=64 if size % 64 == 0 else 32, stages=4, warps=4, joined=size >= 512)
+    # At a depth of 64 three products of TF32 run out of registers (seen in the compiler's report, not timed).
+    depth = 32 if size % 64 != 0 or precision == "tf32x3" else 64
+    return Blocks(side=32, depth=depth, stages=4 if depth == 32 else 3, warps=2 if size >= 512 else 4)
 
 
 def block_of(kernel: str, layout: Layout) -> int:
