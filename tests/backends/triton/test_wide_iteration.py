@@ -80,13 +80,16 @@ def test_a_gradient_of_zeros_is_zero(in_half):
 @pytest.mark.parametrize(("shape", "group_size", "num_iters"), [((3, 100, 6, 6), 72, 3), ((2, 130, 5, 5), 130, 1)])
 def test_a_layer_in_float16_equals_the_reference(shape, group_size, num_iters, in_half, poisoned_memory):
     layer = IterNorm2d(shape[1], group_size=group_size, num_iters=num_iters, impl="triton")
-    torch.nn.init.uniform_(layer.weight, 0.5, 1.5)
+    weight, bias = layer.weight, layer.bias
+    assert weight is not None
+    assert bias is not None
+    torch.nn.init.uniform_(weight, 0.5, 1.5)
     x = correlated(*shape, dtype=torch.float32).requires_grad_()
     y = layer(x)
     grad = torch.randn_like(y)
     y.backward(grad)
-    inputs = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]
+    inputs = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
     expected = reference.iter_norm(*inputs, group_size=group_size, num_iters=num_iters)
     wanted = torch.autograd.grad(expected, inputs, grad.double())
-    found = (y, x.grad, layer.weight.grad, layer.bias.grad)
+    found = (y, x.grad, weight.grad, bias.grad)
     assert worst(relative_error(a, b) for a, b in zip(found, (expected, *wanted), strict=True)) < 3e-4

@@ -12,7 +12,7 @@ a matrix that later steps add to has a second copy, of which only the tiles on a
 """
 
 # A checker takes the language of the kernels for Python.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 from typing import NamedTuple
 
 import triton
