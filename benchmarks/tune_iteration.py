@@ -19,7 +19,7 @@ from iternorm.backends.triton import iteration, tiling
 from iternorm.backends.triton.tiling import Blocks
 from tune_kernels import graph_time, warm
 
-CHOICES = [Blocks(*values) for values in itertools.product((32, 64), (32, 64, 128), (2, 3, 4), (2, 4, 8))]
+CHOICES = [Blocks(*values) for values in itertools.product((16, 32, 64), (32, 128), (3,), (2, 4), (False, True))]
 NUM_ITERS = 5
 _chosen = tiling.blocks_for
 

@@ -54,7 +54,7 @@ def test_the_iteration_runs_in_other_blocks_and_gives_the_same(monkeypatch, prec
     monkeypatch.setattr(iteration["tiling"], "blocks_for", tiling.blocks_for)
     covariance = iteration["covariance_of"](40, "highest", "cpu")
     results = []
-    for blocks in (None, *iteration["CHOICES"][::40]):
+    for blocks in (None, *iteration["CHOICES"][::13]):
         iteration["use"](blocks)
         results.append([call() for call in iteration["both_ways"](covariance)])
     iteration["use"]()

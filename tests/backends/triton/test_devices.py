@@ -208,6 +208,10 @@ def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):
         ("RTX 4090", ("exact", "rows", "64", "relu", "residual")),
         ("A100", ("bf16", "rows", "48", "ranks")),
         ("RTX 4090", ("tf32", "planes", "192", "ranks")),
+        # The iteration of float16 matrices, and that of fp32 ones.
+        ("A100", ("bf16", "rows", "512")),
+        ("RTX 4090", ("bf16", "rows", "512")),
+        ("RTX 4090", ("exact", "rows", "512")),
     ],
 )
 def test_the_kernels_compile_for_other_gpus(name, arguments, tmp_path):

@@ -68,8 +68,10 @@ def test_float16_holds_the_gradients_on_their_way():
     # Past these steps another format is taken. The worst case: all the gradient where the covariance is next to zero.
     for num_iters in range(2, 13):
         assert precision.newton_split(2, False, num_iters) == 1
-        assert 64 * precision.newton_range(num_iters) * 3.375 ** (num_iters - 2) <= 2**15
-        assert math.log2(precision.newton_range(num_iters)).is_integer()
+        for size in (64, 100, 1024):
+            largest = precision.newton_range(num_iters, size)
+            assert size * largest * 3.375 ** (num_iters - 2) <= 2**15
+            assert math.log2(largest).is_integer()
     assert (
         precision.newton_split(2, False, 13)
         == precision.newton_split(3, False, 8)

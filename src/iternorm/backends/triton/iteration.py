@@ -16,7 +16,7 @@ from iternorm.backends.triton import tiling
 from iternorm.backends.triton.device.iterate import iterate, iterate_backward, wide_weight_gradient
 from iternorm.backends.triton.device.running import Average, blend
 from iternorm.backends.triton.device.steps import Matrices
-from iternorm.backends.triton.precision import is_watched, matrix_precision, split_for
+from iternorm.backends.triton.precision import HALF, is_watched, matrix_precision, newton_range, split_for
 from iternorm.backends.triton.runtime import Launch, Launches, given_to, on_device
 
 Call = tuple[str, tuple]
@@ -65,11 +65,10 @@ class Iteration:
         weight: torch.dtype | None = None,
         running: RunningKey | None = None,
     ):
-        blocks = tiling.blocks_for(stride, precision, False)
-        across = -(-stride // blocks.side)
-        self._tiles = across * across
-        # Every array of matrices begins at 16 bytes.
-        self._step = -(-count * stride * stride // 4) * 4
+        blocks = tiling.blocks_for(stride, precision)
+        self._across = -(-stride // blocks.side)
+        # Every array of matrices begins at 16 bytes, in float16 too.
+        self._step = -(-count * stride * stride // 8) * 8
         self._count, self._size, self._channels = count, size, channels
         self._num_iters, self._device = num_iters, device
         self._weight, self._running = weight, running
@@ -80,24 +79,33 @@ class Iteration:
             D=size,
             PADDED=int(triton.next_power_of_2(stride)),
             SIDE=blocks.side,
-            TILES=self._tiles,
-            PAIRS=across * (across + 1) // 2,
-            EVEN=stride % blocks.side == 0,
+            PAIRS=self._across * (self._across + 1) // 2,
+            EVEN=stride % blocks.side == 0 and stride % blocks.depth == 0,
             STEPS=min(num_iters, 2),
             DEPTH=blocks.depth,
             STAGES=blocks.stages,
-            PRECISION=precision,
+            # Without products there is nothing to round.
+            HALF=precision == HALF and num_iters > 1,
+            JOINED=blocks.joined and precision == HALF and num_iters > 1,
+            PRECISION="ieee" if precision == HALF else precision,
         )
 
     @property
     def forward_work(self) -> int:
-        """The elements of fp32 that `forward` wants for itself: two R, two Z, S, and a third R where it is watched."""
+        """The elements of fp32 that `forward` wants for itself: two R, two Z, S, and a third R where it is watched.
+
+        In float16, those and R and Z in fp32 take less.
+        """
         return (5 + self._watched) * self._step + self._count
 
     @property
     def backward_work(self) -> int:
-        """Those that `backward` wants for itself: derivatives too, and what each tile adds to the trace's gradient."""
-        return (10 + self._watched) * self._step + self._count * (self._tiles + 1)
+        """Those that `backward` wants for itself: derivatives too, and what each tile adds to the trace's gradient.
+
+        In float16, as many for the gradient, R, Z, dR and dZ in fp32, and the rest in float16; each tile's largest.
+        """
+        pairs = self._matrices.PAIRS * (2 if self._matrices.HALF else 1)
+        return (10 + self._watched) * self._step + self._count * (pairs + 2)
 
     def forward(self, covariance, whitening, work, counter, eps: float) -> Call:
         """The whitening matrices ``[G, D, D]`` of covariances ``[G, N, N]`` without eps.
@@ -132,9 +140,9 @@ class Iteration:
         matrices = (gradient, covariance, whitening, weight, grad_weight, work, result)
         return "iterate_backward", (*matrices, counter, eps, factor)
 
-    def weight_gradient(self, gradient, covariance, whitening, weight, grad_weight, work, eps: float) -> Call:
+    def weight_gradient(self, gradient, whitening, grad_weight) -> Call:
         """Only d(γ)."""
-        return "wide_weight_gradient", (gradient, covariance, whitening, weight, grad_weight, work, eps)
+        return "wide_weight_gradient", (gradient, whitening, grad_weight)
 
     @property
     def makers(self) -> dict[str, Callable[[], Launch]]:
@@ -148,38 +156,38 @@ class Iteration:
 
     def _iterate(self) -> Launch:
         pointers = (*(torch.float32,) * 3, torch.int32)
-        return self._meeting(iterate, 2, self._warps, pointers, 1, MATRICES=self._matrices)
+        return self._meeting(iterate, pointers, 1)
 
     def _iterate_backward(self) -> Launch:
-        pointers = (*self._gradients, *(torch.float32,) * 2, torch.int32)
-        blocks = tiling.blocks_for(self._matrices.N, self._matrices.PRECISION, True)
-        matrices = self._matrices._replace(DEPTH=blocks.depth, STAGES=blocks.stages)
-        together = min(triton.next_power_of_2(self._tiles), 1024)
-        constants = {"AFFINE": self._weight is not None, "TOGETHER": together}
-        return self._meeting(iterate_backward, 4, blocks.warps, pointers, 2, MATRICES=matrices, **constants)
+        fp32 = torch.float32
+        grad_weight = None if self._weight is None else fp32
+        pointers = (fp32, fp32, fp32, self._weight, grad_weight, fp32, fp32, torch.int32)
+        constants = {
+            "AFFINE": self._weight is not None,
+            "TOGETHER": min(triton.next_power_of_2(self._matrices.PAIRS), 1024),
+            "LARGEST": newton_range(self._num_iters, self._size),
+        }
+        return self._meeting(iterate_backward, pointers, 2, **constants)
 
-    def _meeting(self, kernel, steps: int, warps: int, pointers: tuple, num_floats: int, **constants: Any) -> Launch:
-        """A launch whose programs meet: as many as have work where so many steps are done side by side."""
-        grid, integers = (steps * self._matrices.PAIRS * self._count, 1), (self._channels, self._count)
-        constants |= {"T": self._num_iters, "STRIDE": self._step, "WATCHED": self._watched}
+    def _meeting(self, kernel, pointers: tuple, num_floats: int, **constants: Any) -> Launch:
+        """A launch whose programs meet: as many as have work between two meetings."""
+        matrices = self._matrices
+        # S and Z, and in fp32 their derivatives.
+        steps = 1 if matrices.JOINED else 4 if kernel is iterate_backward and not matrices.HALF else 2
+        items = steps * matrices.PAIRS * self._count
+        grid, integers = (items, 1), (self._channels, self._count)
+        constants |= {"MATRICES": matrices, "T": self._num_iters, "STRIDE": self._step, "WATCHED": self._watched}
         floats = (0.5,) * num_floats
         return Launch(
-            kernel, grid, pointers, floats, integers, (0,), constants, warps, self._device, False, True
+            kernel, grid, pointers, floats, integers, (0,), constants, self._warps, self._device, False, True
         )  # fmt: skip
 
     def _weight_gradient(self) -> Launch:
-        constants = {"MATRICES": self._matrices, "STRIDE": self._step, "AFFINE": self._weight is not None}
-        pointers, integers = (*self._gradients, torch.float32), (self._channels,)
-        grid = (self._tiles, self._count)
+        grid, integers, constants = (self._across, self._count), (self._channels,), {"MATRICES": self._matrices}
+        pointers = (torch.float32,) * 3
         return Launch(
-            wide_weight_gradient, grid, pointers, (0.5,), integers, (0,), constants, self._warps, self._device
+            wide_weight_gradient, grid, pointers, (), integers, (0,), constants, self._warps, self._device
         )  # fmt: skip
-
-    @property
-    def _gradients(self) -> tuple:
-        """What the first five pointers of a backward point to."""
-        fp32 = torch.float32
-        return fp32, fp32, fp32, self._weight, None if self._weight is None else fp32
 
     def _blend(self) -> Launch:
         assert self._running is not None

@@ -242,16 +242,17 @@ def gradient_calls(plan: Plan, activations, batch, learned, work, eps, needs_inp
     """
     cross, covariance, mean, whitening, _, grad_sum = batch
     scale, scale_gradient = learned
+    if not needs_input and plan.key.weight is None:
+        return (), ()
     if plan.iteration is None:
         if needs_input:
             return ("whiten_backward",), ((*activations, *batch, *learned, eps),)
-        weighted = plan.key.weight is not None
-        return (("weight_gradient",), ((cross, whitening, scale_gradient),)) if weighted else ((), ())
+        return ("weight_gradient",), ((cross, whitening, scale_gradient),)
     second, place = work
-    matrices = (cross, covariance, whitening, scale, scale_gradient)
     if not needs_input:
-        name, values = plan.iteration.weight_gradient(*matrices, cross, eps)
+        name, values = plan.iteration.weight_gradient(cross, whitening, scale_gradient)
         return (name,), (values,)
+    matrices = (cross, covariance, whitening, scale, scale_gradient)
     name, values = plan.iteration.backward(*matrices, cross, second, place, eps, 2 / plan.layout.samples)
     applied = (*activations, whitening, second, mean, grad_sum, scale)
     return (name, "apply_backward"), (values, applied)

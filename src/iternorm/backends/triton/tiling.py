@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from iternorm.backends.triton.layout import BLOCK, LARGEST_NEWTON, Layout
-from iternorm.backends.triton.precision import Split
+from iternorm.backends.triton.precision import HALF, Split
 
 
 class Tiles(NamedTuple):
@@ -124,19 +124,20 @@ class Blocks(NamedTuple):
     depth: int  # of the blocks that a product goes through
     stages: int
     warps: int
+    joined: bool = False  # S and Z in one pass, see `device/iterate.py`; in float16 only
 
 
-def blocks_for(size: int, precision: str, backward: bool) -> Blocks:
-    """The blocks for matrices of so many rows; forward and backward have tiles of the same side.
+def blocks_for(size: int, precision: str) -> Blocks:
+    """The blocks for matrices of so many rows, forward and backward.
 
-    Timed on an H200 when products had all their tiles, not since. Tiles of 32x32, so that there are enough for a GPU:
-    14 products at 512 rows took 70 us, with 64x64 173. Two warps were faster for 512 rows (148 us backward against 191
-    with four), four as fast or faster for 256 and 128. benchmarks/tune_iteration.py times others.
+    Small tiles, so that there are enough for a GPU. benchmarks/tune_iteration.py times others.
     """
-    warps = 2 if size >= 512 else 4
-    # At a depth of 64 two warps run out of registers (seen in the compiler's report, not timed).
-    narrow = size % 64 != 0 or (backward and precision == "tf32x3" and warps == 2)
-    return Blocks(side=32, depth=32 if narrow else 64, stages=3, warps=warps)
+    if precision == HALF:
+        # From 512 rows on there is a tile for every multiprocessor of an H200 without Z's own.
+        return Blocks(side=32, depth=64 if size % 64 == 0 else 32, stages=4, warps=4, joined=size >= 512)
+    # At a depth of 64 three products of TF32 run out of registers (seen in the compiler's report, not timed).
+    depth = 32 if size % 64 != 0 or precision == "tf32x3" else 64
+    return Blocks(side=32, depth=depth, stages=4 if depth == 32 else 3, warps=2 if size >= 512 else 4)
 
 
 def block_of(kernel: str, layout: Layout) -> int:

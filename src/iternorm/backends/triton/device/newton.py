@@ -103,7 +103,13 @@ def kept_matrix(ptr, slot, tile, BD: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit
 def power_of_two(a, largest: tl.constexpr):
     """The power of two that brings the largest entry of a matrix to between half of `largest` and it."""
-    bits = tl.max(tl.max(tl.abs(a), 1), 0).to(tl.int32, bitcast=True) & 0x7F800000
+    return power_for(tl.max(tl.max(tl.abs(a), 1), 0), largest)
+
+
+@triton.jit
+def power_for(level, largest: tl.constexpr):
+    """The power of two that brings a positive number to between half of `largest` and it."""
+    bits = level.to(tl.int32, bitcast=True) & 0x7F800000
     return (0x7F000000 - bits).to(tl.float32, bitcast=True) * (0.5 * largest)
 
 
