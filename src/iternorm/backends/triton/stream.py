@@ -6,26 +6,20 @@ import torch
 from torch import Tensor
 
 from iternorm.backends.triton.device.tools.stream import join_stream, stream_moments
-from iternorm.backends.triton.layout import BLOCK, placed
+from iternorm.backends.triton.layout import placed
 from iternorm.backends.triton.plan import Key, Plan
 from iternorm.backends.triton.precision import Split, split_for
 from iternorm.backends.triton.runtime import Launch, given_to, on_device
-
-# Whether programs take tiles in turns, or each a run of them.
-TURNS = False
-# The features of a tile.
-WIDTH = BLOCK
 
 
 class StreamPlan(Plan):
     """The launches for batches of one shape."""
 
     def _moments(self, backward: bool = False) -> Launch:
-        pointers, width = (self.key.dtype, torch.float32), min(self.layout.padded, WIDTH)
         # Samples that the threads of a program have side by side, 16 bytes each.
-        apart = 512 * self._tiles("moments").warps // (width * self.key.dtype.itemsize)
-        constants = {"APART": min(16, apart), "TURNS": TURNS}
-        return self._passes("moments", stream_moments, pointers, constants, True, block=width)
+        apart = 512 * self._tiles("moments").warps // (self.layout.padded * self.key.dtype.itemsize)
+        pointers, constants = (self.key.dtype, torch.float32), {"APART": min(16, apart)}
+        return self._passes("moments", stream_moments, pointers, constants, True)
 
     @functools.cached_property
     def first_join(self) -> Launch:
@@ -40,12 +34,12 @@ class StreamPlan(Plan):
     def _join(self, before: torch.dtype | None) -> Launch:
         layout = self.layout
         programs, tiles = self.share_of("moments")
-        each = self._tiles("moments").samples * (1 if TURNS else tiles)
+        each = self._tiles("moments").samples * tiles
         size, padded = layout.group_size, layout.padded
         # Few columns to a program, so that all multiprocessors have some.
         width = min(16, padded)
         partials = max(64, padded // width)
-        constants = {"D": size, "BD": padded, "CB": width, "PB": partials, "TURNS": TURNS, "FIRST": before is None}
+        constants = {"D": size, "BD": padded, "CB": width, "PB": partials, "FIRST": before is None}
         pointers = (torch.float32, before, before, torch.float64)
         integers = (layout.samples, programs, each)
         # One more row is the probe's. An example of 64 bits for what was seen.

@@ -72,9 +72,9 @@ _APPLIED_128 = (Rule(Tiles(64, 4, 3, 2), THREE), *_BESIDE_128)
 HOPPER = {
     "moments": Tuning(
         why="bound by memory: large tiles of bfloat16, smaller ones where parts need registers",
-        # Of a stream, as many programs as registers allow: each waits for its own products.
-        up_to_64=(Rule(Tiles(64, 4, 3, 3), Split.STREAMED), Rule(Tiles(128, 4, 4, 2), ONE), Rule(Tiles(64, 4, 3, 2))),
-        up_to_128=(Rule(Tiles(32, 4, 4, 2), Split.STREAMED), *_BESIDE_128),
+        # Of a stream, few programs: each leaves a partial matrix to the join.
+        up_to_64=(Rule(Tiles(64, 4, 4, 2), Split.STREAMED), Rule(Tiles(128, 4, 4, 2), ONE), Rule(Tiles(64, 4, 3, 2))),
+        up_to_128=(Rule(Tiles(64, 8, 4, 1), Split.STREAMED), *_BESIDE_128),
         wide=(Rule(Tiles(128, 4, 3, 1)),),
     ),
     "cross_moments": Tuning(

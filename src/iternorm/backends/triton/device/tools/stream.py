@@ -1,8 +1,6 @@
 """Moments of a batch of a stream: sums by program in fp32, then one join with what was seen before, in fp64.
 
-A batch has thousands of samples for each program, and its moments are all that is wanted of it. Above 64 features a
-tile is two of 64 features: of their four blocks of products one is another's transpose. So two programs fit one
-multiprocessor, and one loads and splits while the other multiplies.
+A batch has thousands of samples for each program, and its moments are all that is wanted of it.
 """
 
 # A checker takes the language of the kernels for Python.
@@ -35,9 +33,9 @@ def pilot_of(x_ptr, first, last, channels, valid, C, L, TILE: tl.constexpr):
 def add_up(sums, tile, TILE: tl.constexpr):
     """Sums of samples of a tile, as many side by side as `sums` has: those that a thread has it adds up alone."""
     APART: tl.constexpr = sums.shape[0]
-    BC: tl.constexpr = TILE.BC
+    BD: tl.constexpr = TILE.BD
     TIMES: tl.constexpr = TILE.BL // APART
-    return sums + tl.sum(tile.reshape(TIMES, APART, BC), 0)
+    return sums + tl.sum(tile.reshape(TIMES, APART, BD), 0)
 
 
 @triton.jit
@@ -75,17 +73,6 @@ def own_products(upper, twice, gram, TILE: tl.constexpr):
 
 
 @triton.jit
-def cross_products(upper, twice, other_upper, other_twice, gram, TILE: tl.constexpr):
-    """gram + 2 Σ (x yᵀ - v wᵀ) of a tile x = u + v and another y, whose lower part is w."""
-    if TILE.PARTS > 0:
-        product = tl.dot(tl.trans(upper), other_twice, tl.dot(tl.trans(twice), other_upper))
-        gram += tl.dot(tl.trans(upper), other_upper + other_upper, product)
-    else:
-        gram = tl.dot(tl.trans(upper), 2.0 * other_upper, gram, input_precision="ieee")
-    return gram
-
-
-@triton.jit
 def stream_tile(
     x_ptr,
     start,
@@ -96,46 +83,16 @@ def stream_tile(
     gram,
     total,
     squares,
-    more_shift,
-    more_valid,
-    more_channels,
-    more_gram,
-    more_total,
-    more_squares,
-    cross,
     C,
     L,
     TILE: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Add one tile to the sums; those of `more` features, and across, where there are two tiles."""
+    """Add one tile to the sums."""
     upper, twice, total, squares = operands_of(
         x_ptr, start, last, shift, channels, valid, total, squares, C, L, TILE, FULL
     )
-    if TILE.BD > TILE.BC:
-        more_upper, more_twice, more_total, more_squares = operands_of(
-            x_ptr, start, last, more_shift, more_channels, more_valid, more_total, more_squares, C, L, TILE, FULL
-        )
-        # In this order two programs of four warps have registers enough (sm_90).
-        cross = cross_products(more_upper, more_twice, upper, twice, cross, TILE)
-        more_gram = own_products(more_upper, more_twice, more_gram, TILE)
-    gram = own_products(upper, twice, gram, TILE)
-    return gram, total, squares, more_gram, more_total, more_squares, cross
-
-
-@triton.jit
-def store_sums(workspace_ptr, gram, total, squares, shift, begin, program, num_programs, TILE: tl.constexpr):
-    """A tile's part of the partials, as `store_partials` has them."""
-    BD: tl.constexpr = TILE.BD
-    index = tl.arange(0, TILE.BC)
-    if TILE.PARTS > 0:
-        diagonal = tl.where(index[:, None] == index[None, :], over_samples(squares, True)[:, None], 0.0)
-        gram = 0.5 * (gram + tl.trans(gram)) + diagonal
-    place = begin + index
-    tl.store(workspace_ptr + (program * BD + place)[:, None] * BD + place[None, :], gram)
-    sums = workspace_ptr + num_programs * BD * BD + program * BD + place
-    tl.store(sums, over_samples(total, True))
-    tl.store(sums + num_programs * BD, shift)
+    return own_products(upper, twice, gram, TILE), total, squares
 
 
 @triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])
@@ -149,56 +106,41 @@ def stream_moments(
     num_programs,
     TILE: tl.constexpr,
     APART: tl.constexpr,
-    TURNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Σ (x - shift) and Σ (x - shift)(x - shift)ᵀ over a program's tiles: a run of them, or with `TURNS` every so many.
+    """Σ (x - shift) and Σ (x - shift)(x - shift)ᵀ over a program's run of tiles.
 
     The shift is the mean of the program's first tile. Sums of `APART` samples side by side are kept.
     """
-    BC: tl.constexpr = TILE.BC
     BD: tl.constexpr = TILE.BD
     program = tl.program_id(0)
     _, valid, channels = channels_of(0, C, L, TILE)
-    _, more_valid, more_channels = channels_of(0, C, L, TILE, BD - BC)
-    if TURNS:
-        first, last = program * TILE.BL, M
-        middle = M // TILE.BL * TILE.BL
-        step = num_programs * TILE.BL
-        left = (middle < last) & (M // TILE.BL % num_programs == program)
-    else:
-        first, last = share_of(program, tiles_per_program, M, TILE)
-        middle = full_until(first, last, TILE)
-        step = TILE.BL
-        left = middle < last
+    first, last = share_of(program, tiles_per_program, M, TILE)
+    middle = full_until(first, last, TILE)
     follow(PDL)
 
     shift = pilot_of(x_ptr, first, last, channels, valid, C, L, TILE)
-    more_shift = shift
-    if BD > BC:
-        more_shift = pilot_of(x_ptr, first, last, more_channels, more_valid, C, L, TILE)
-    gram = tl.zeros([BC, BC], dtype=tl.float32)
-    total = tl.zeros([APART, BC], dtype=tl.float32)
-    squares, more_gram, more_total, more_squares, cross = total, gram, total, total, gram
+    gram = tl.zeros([BD, BD], dtype=tl.float32)
+    total = tl.zeros([APART, BD], dtype=tl.float32)
+    squares = total
     # First, while there is nothing else in registers.
-    if left:
-        gram, total, squares, more_gram, more_total, more_squares, cross = stream_tile(
-            x_ptr, middle, last, shift, valid, channels, gram, total, squares, more_shift, more_valid, more_channels,
-            more_gram, more_total, more_squares, cross, C, L, TILE, False,
-        )  # fmt: skip
-    for start in tl.range(first, middle, step, num_stages=TILE.STAGES):
-        gram, total, squares, more_gram, more_total, more_squares, cross = stream_tile(
-            x_ptr, start, last, shift, valid, channels, gram, total, squares, more_shift, more_valid, more_channels,
-            more_gram, more_total, more_squares, cross, C, L, TILE, True,
-        )  # fmt: skip
-    store_sums(workspace_ptr, gram, total, squares, shift, 0, program, num_programs, TILE)
-    if BD > BC:
-        store_sums(workspace_ptr, more_gram, more_total, more_squares, more_shift, BC, program, num_programs, TILE)
-        cross *= 0.5
-        index = tl.arange(0, BC)
-        workspace_ptr += program * BD * BD
-        tl.store(workspace_ptr + (BC + index)[:, None] * BD + index[None, :], cross)
-        tl.store(workspace_ptr + index[None, :] * BD + BC + index[:, None], cross)
+    if middle < last:
+        gram, total, squares = stream_tile(
+            x_ptr, middle, last, shift, valid, channels, gram, total, squares, C, L, TILE, False
+        )
+    for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
+        gram, total, squares = stream_tile(
+            x_ptr, start, last, shift, valid, channels, gram, total, squares, C, L, TILE, True
+        )
+    index = tl.arange(0, BD)
+    if TILE.PARTS > 0:
+        diagonal = tl.where(index[:, None] == index[None, :], over_samples(squares, True)[:, None], 0.0)
+        gram = 0.5 * (gram + tl.trans(gram)) + diagonal
+    # The partials lie as those of `store_partials`.
+    tl.store(workspace_ptr + (program * BD + index)[:, None] * BD + index[None, :], gram)
+    sums = workspace_ptr + num_programs * BD * BD + program * BD + index
+    tl.store(sums, over_samples(total, True))
+    tl.store(sums + num_programs * BD, shift)
 
 
 @triton.jit
@@ -230,7 +172,6 @@ def join_stream(
     BD: tl.constexpr,
     CB: tl.constexpr,
     PB: tl.constexpr,
-    TURNS: tl.constexpr,
     FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -238,8 +179,8 @@ def join_stream(
 
     The partials of `stream_moments` are moved to a common anchor as in `reduce_moments`. In fp64 the mean keeps all
     digits of the anchor and of the sums about it, however many deviations it is from zero. The probe, which is one
-    program more, is finite if the batch and its squares are. `FIRST` says that nothing was seen before. With `TURNS`
-    a program had every so many of the tiles of `samples_per_program`.
+    program more, is finite if the batch and its squares are. `FIRST` says that nothing was seen before. Sums are added
+    up over the partials at the end: in the loop that would be a meeting of the warps at every turn.
     """
     follow(PDL)
     row = tl.program_id(0)
@@ -253,8 +194,8 @@ def join_stream(
         if tl.program_id(1) == 0:
             store_probe(workspace_ptr, mean_at + D, num_programs, D, BD, PB * CB // BD)
     else:
-        line = tl.zeros([CB], dtype=tl.float64)
-        total = tl.zeros([CB], dtype=tl.float64)
+        line = tl.zeros([PB, CB], dtype=tl.float64)
+        total = tl.zeros([PB, CB], dtype=tl.float64)
         total_row = tl.zeros([PB], dtype=tl.float64)
         anchor = tl.load(pilots_ptr + columns).to(tl.float64)
         anchor_row = tl.load(pilots_ptr + row).to(tl.float64)
@@ -270,22 +211,16 @@ def join_stream(
             s_row = tl.load(sums_ptr + p * BD + row, mask=present, other=0.0).to(tl.float64)
             delta_row = tl.load(pilots_ptr + p * BD + row, mask=present, other=0.0).to(tl.float64)
             delta_row = tl.where(present, delta_row - anchor_row, 0.0)
-            if TURNS:
-                tiles = tl.cdiv(M, samples_per_program)
-                count = tl.maximum(tl.cdiv(tiles - p, num_programs), 0) * samples_per_program
-                ragged = tiles * samples_per_program - M
-                count -= tl.where(p == (tiles - 1) % num_programs, ragged, 0)
-            else:
-                count = tl.maximum(tl.minimum(M - p * samples_per_program, samples_per_program), 0)
+            count = tl.maximum(tl.minimum(M - p * samples_per_program, samples_per_program), 0)
             count = count.to(tl.float64)
             moved = s + count[:, None] * delta
-            line += tl.sum(block.to(tl.float64) + (s_row[:, None] * delta + delta_row[:, None] * moved), 0)
-            total += tl.sum(moved, 0)
+            line += block.to(tl.float64) + (s_row[:, None] * delta + delta_row[:, None] * moved)
+            total += moved
             total_row += s_row + count * delta_row
 
-        total = total / M
+        total = tl.sum(total, 0) / M
         mean_row = tl.sum(total_row, 0) / M
-        covariance = line / M - mean_row * total
+        covariance = tl.sum(line, 0) / M - mean_row * total
         mean = anchor + total
         if not FIRST:
             share = M / (seen + M).to(tl.float64)
