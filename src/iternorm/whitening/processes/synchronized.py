@@ -48,10 +48,14 @@ def whiten_eagerly(
 
 def _collectives(group: collective.Group) -> tuple[Callable, Callable]:
     """What fills a tensor with all ranks' values, and what sums a tensor over the ranks."""
-    return (
-        functools.partial(collective.gather_moments_eagerly, group=group),
-        functools.partial(collective.sum_over_ranks_eagerly, group=group),
-    )
+
+    def gather(gathered: Tensor, sent: Tensor) -> None:
+        collective.gather_moments_eagerly(gathered, sent, group)
+
+    def reduce(sent: Tensor) -> None:
+        collective.sum_over_ranks_eagerly(sent, group)
+
+    return gather, reduce
 
 
 @functools.cache

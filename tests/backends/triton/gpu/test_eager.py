@@ -8,11 +8,15 @@ from checks import correlated
 
 from iternorm import DecorrelatedBatchNorm2d, IterNorm2d
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled():
+    pytest.importorskip("triton")
     from iternorm.backends.triton.eager import library
 
     library.wait()

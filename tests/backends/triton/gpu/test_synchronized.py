@@ -233,7 +233,8 @@ def test_auto_takes_the_kernels_and_the_step_waits_for_nothing(played_group):
         y.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert type(y.grad_fn).__name__ == "_WhitenEagerBackward"
+    # Launched from Python, or from C++ where that has been compiled.
+    assert type(y.grad_fn).__name__ in ("_WhitenEagerBackward", "CppFunction")
 
 
 def test_no_samples_on_a_gpu(played_group):

@@ -128,8 +128,13 @@ bool is_plain(const Tensor& tensor) {
   return tensor.layout() == at::kStrided && !at::isTensorSubclassLike(tensor) && !tensor._fw_grad(0).defined();
 }
 
-bool tf32_is_allowed() {
-  return at::globalContext().float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST;
+// Nothing where torch cannot tell: after a user has taken the newer of its two ways to say so.
+std::optional<bool> tf32_is_allowed() {
+  try {
+    return at::globalContext().float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST;
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
 }
 
 // Whether what is given is what the pass was recorded for. The input is the first.
@@ -145,7 +150,7 @@ bool suits(const Pass& pass, const variable_list& tensors) {
     if (!is_plain(tensor)) return false;
     if (part.is_activation ? tensor.sizes() != input.sizes() : i > 0 && !tensor.is_contiguous()) return false;
   }
-  return !pass.tf32.has_value() || *pass.tf32 == tf32_is_allowed();
+  return !pass.tf32.has_value() || pass.tf32 == tf32_is_allowed();
 }
 
 Tensor made(const Part& part, const Tensor& input) {
