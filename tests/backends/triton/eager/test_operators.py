@@ -12,17 +12,7 @@ from iternorm import SyncIterNorm
 from iternorm.backends.triton.eager import library
 from iternorm.whitening import fused
 
-pytest.importorskip("triton")
-if torch.cuda.is_available():
-    pytest.skip("with a GPU the kernels are compiled: gpu/test_eager.py", allow_module_level=True)
-from driver import Driver
-
 SHAPE = (5, 6, 2, 2)
-
-
-@pytest.fixture
-def driver(monkeypatch):
-    return Driver(monkeypatch)
 
 
 @pytest.fixture

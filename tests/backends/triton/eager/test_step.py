@@ -13,17 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from iternorm import IterNorm2d
 from iternorm.backends.triton.eager import library
 
-pytest.importorskip("triton")
-if torch.cuda.is_available():
-    pytest.skip("with a GPU the kernels are compiled: gpu/test_eager.py", allow_module_level=True)
-from driver import Driver
-
 SHAPE = (5, 6, 2, 2)
-
-
-@pytest.fixture
-def driver(monkeypatch):
-    return Driver(monkeypatch)
 
 
 def batch(dtype=torch.float32, shape=SHAPE) -> torch.Tensor:
