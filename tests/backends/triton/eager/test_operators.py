@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import correlated
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from iternorm import SyncIterNorm
+from iternorm import IterNorm2d, SyncIterNorm
 from iternorm.backends.triton.eager import library
 from iternorm.whitening import fused
 
@@ -99,6 +100,40 @@ def test_what_was_not_recorded_is_computed_in_python(registered):
     assert not registered.launched
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+class Block(nn.Module):
+    """The end of a residual block, after a layer and a ReLU."""
+
+    def __init__(self, impl: str):
+        super().__init__()
+        self.convolution = nn.Conv2d(6, 6, 1, bias=False)
+        self.norms = nn.ModuleList(IterNorm2d(6, group_size=4, num_iters=1, impl=impl) for _ in range(2))
+
+    def forward(self, x):
+        return torch.relu(self.norms[1](self.convolution(torch.relu(self.norms[0](x)))) + x)
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_compiled_network_is_launched_from_cpp(channels_last, registered):
+    compiled, expected = (nn.Sequential(Block(impl), Block(impl)) for impl in ("triton", "torch"))
+    expected.load_state_dict(compiled.state_dict())
+    torch.compiler.reset()
+    run = torch.compile(compiled, fullgraph=True)
+    for _ in range(2):
+        registered.launched.clear()
+        results = []
+        x = batch()
+        x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+        for network, call in ((compiled, run), (expected, expected)):
+            leaf = x.detach().clone().requires_grad_()
+            y = call(leaf)
+            results.append([y, *torch.autograd.grad(y.sin().sum(), (leaf, *network.parameters())), *network.buffers()])
+        # Four layers, three kernels each way.
+        assert len(registered.launched) == 24
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("activation", [None, "relu"])
