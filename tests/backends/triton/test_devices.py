@@ -209,7 +209,6 @@ def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):
         ("A100", ("bf16", "rows", "48", "ranks")),
         ("RTX 4090", ("tf32", "planes", "192", "ranks")),
         # The iteration of float16 matrices, and that of fp32 ones.
-        ("A100", ("bf16", "rows", "512")),
         ("RTX 4090", ("bf16", "rows", "512")),
         ("RTX 4090", ("exact", "rows", "512")),
     ],
