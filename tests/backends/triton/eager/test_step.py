@@ -74,6 +74,7 @@ def test_a_residual_in_dtypes_and_layouts(dtype, channels_last, driver, poisoned
         assert ours.stride() == theirs.stride()
 
 
+@pytest.mark.rare
 def test_groups_above_64_channels(driver, poisoned_memory):
     shape = (20, 66, 2, 1)
     found, expected = (IterNorm2d(66, group_size=None, num_iters=1, impl="triton") for _ in range(2))
