@@ -304,7 +304,7 @@ struct Operator {
 
   c10::intrusive_ptr<Pass> pass_for(const std::vector<double>& options, const variable_list& tensors);
 
-  variable_list in_python(PyObject* function, const std::vector<double>& options, const variable_list& tensors);
+  variable_list in_python(const std::vector<double>& options, const variable_list& tensors);
 };
 
 const char *const PASS = "iternorm.pass", *const STEP = "iternorm.step", *const REGISTRATION = "iternorm.registration";
@@ -350,10 +350,9 @@ c10::intrusive_ptr<Pass> Operator::pass_for(const std::vector<double>& options, 
   return found;
 }
 
-variable_list Operator::in_python(
-    PyObject* function, const std::vector<double>& options, const variable_list& tensors) {
+variable_list Operator::in_python(const std::vector<double>& options, const variable_list& tensors) {
   pybind11::gil_scoped_acquire gil;
-  THPObjectPtr result(called(function, options, tensors));
+  THPObjectPtr result(called(compute.object, options, tensors));
   variable_list found;
   for (Py_ssize_t i = 0; i < PyTuple_Size(result); ++i)
     found.push_back(THPVariable_Unpack(PyTuple_GetItem(result, i)));
@@ -389,7 +388,7 @@ std::tuple<Tensor, Tensor> fused_forward(
   Operator& self = forward_operator();
   const auto pass = self.pass_for(options, tensors);
   if (pass && run(*pass, tensors)) return {tensors[forward::OUTPUT], tensors[forward::STATE]};
-  const variable_list found = self.in_python(self.compute.object, options, tensors);
+  const variable_list found = self.in_python(options, tensors);
   return {found[0], found[1]};
 }
 
@@ -409,7 +408,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(
   Operator& self = backward_operator();
   const auto pass = self.pass_for(options, tensors);
   if (!pass || !run(*pass, tensors)) {
-    const variable_list found = self.in_python(self.compute.object, options, tensors);
+    const variable_list found = self.in_python(options, tensors);
     return {found[0], found[1], found[2], found[3]};
   }
   // An operator returns tensors: what was not asked for is empty.
