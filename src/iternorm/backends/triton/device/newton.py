@@ -66,14 +66,36 @@ def product(a1, a2, a3, b1, b2, b3, PARTS: tl.constexpr):
 
 
 @triton.jit
-def stacked_product(a1, a2, a3, b1, b2, b3, c1, c2, c3, PARTS: tl.constexpr):
-    """a c and b c, of one product: [a; b] c."""
-    if PARTS == 0:
-        first, second = product(a1, a2, a3, c1, c2, c3, PARTS), product(b1, b2, b3, c1, c2, c3, PARTS)
+def added_product(a1, a2, a3, b1, b2, b3, acc, PARTS: tl.constexpr):
+    """acc + a b. One part is added up in the accumulators; of more, the small products would be lost there."""
+    if PARTS > 1:
+        acc += product(a1, a2, a3, b1, b2, b3, PARTS)
     else:
-        both = product(above(a1, b1), above(a2, b2), above(a3, b3), c1, c2, c3, PARTS)
+        acc = dot_of_parts(a1, a2, a3, b1, b2, b3, acc, PARTS)
+    return acc
+
+
+@triton.jit
+def stacked_product(a1, a2, a3, b1, b2, b3, c1, c2, c3, acc_a, acc_b, PARTS: tl.constexpr):
+    """acc_a + a c and acc_b + b c, of one product: [a; b] c."""
+    if PARTS == 0:
+        first = added_product(a1, a2, a3, c1, c2, c3, acc_a, PARTS)
+        second = added_product(b1, b2, b3, c1, c2, c3, acc_b, PARTS)
+    else:
+        acc = above(acc_a, acc_b)
+        both = added_product(above(a1, b1), above(a2, b2), above(a3, b3), c1, c2, c3, acc, PARTS)
         first, second = tl.split(both.reshape(2, a1.shape[0], a1.shape[1]).permute(1, 2, 0))
     return first, second
+
+
+@triton.jit
+def transposed(a, PARTS: tl.constexpr):
+    """aᵀ; in float16 where products take no more of a matrix."""
+    if PARTS == 1:
+        a = tl.trans(a.to(tl.float16)).to(tl.float32)
+    else:
+        a = tl.trans(a)
+    return a
 
 
 @triton.jit
@@ -136,31 +158,31 @@ def iterate(
     if T == 1:
         z = 1.5 * z - 0.5 * residual
     if T > 1:
-        r1, r2, r3 = split(residual, PARTS)
-        # Z <- factor Z - 1/2 Z R.
-        factor = 1.5
+        # Z is scale times z: z <- z - 1/3 z R is a product and its accumulator.
+        scale, factor = 1.5, 1.5
         if NEWTON.WATCHED:
             level = total(residual * identity)
+        z1, z2, z3 = split(z * (-1.0 / 3.0), PARTS)
         for k in range(1, T):
-            z1, z2, z3 = split(z, PARTS)
-            square, step = stacked_product(r1, r2, r3, z1, z2, z3, r1, r2, r3, PARTS)
-            z = factor * z - 0.5 * step
-            s1, s2, s3 = split(0.25 * square - 1.5 * residual, PARTS)
+            r1, r2, r3 = split(residual, PARTS)
+            square, z = stacked_product(r1, r2, r3, z1, z2, z3, r1, r2, r3, -6.0 * residual, z, PARTS)
+            s1, s2, s3 = split(0.25 * square, PARTS)
+            z1, z2, z3 = split(z * (-1.0 / 3.0), PARTS)
+            residual = added_product(s1, s2, s3, r1, r2, r3, 2.25 * residual, PARTS)
             if keeps:
                 keep_matrix(kept_ptr, k - 1, tile, r1, r2, r3, BD, PARTS)
-                z1, z2, z3 = split(z, PARTS)
-                keep_matrix(kept_ptr, T + k - 1, tile, z1, z2, z3, BD, PARTS)
-            residual = 2.25 * residual + product(s1, s2, s3, r1, r2, r3, PARTS)
+                k1, k2, k3 = split(scale * z, PARTS)
+                keep_matrix(kept_ptr, T + k - 1, tile, k1, k2, k3, BD, PARTS)
             if NEWTON.WATCHED:
                 before, level = level, total(residual * identity)
                 stopped = level < tl.maximum(before - 0.5, 0.5)
                 residual = tl.where(stopped, 0.0, residual)
                 factor = tl.where(stopped, 1.0, 1.5)
-            r1, r2, r3 = split(residual, PARTS)
+            scale *= factor
+        r1, r2, r3 = split(residual, PARTS)
         if keeps:
             keep_matrix(kept_ptr, T - 1, tile, r1, r2, r3, BD, PARTS)
-        z1, z2, z3 = split(z, PARTS)
-        z = factor * z - 0.5 * product(z1, z2, z3, r1, r2, r3, PARTS)
+        z = scale * added_product(z1, z2, z3, r1, r2, r3, z, PARTS)
     return z
 
 
@@ -198,10 +220,10 @@ def differentiate(
             z1, z2, z3 = kept_matrix(kept_ptr, T + k - 1, tile, BD, PARTS)
             d1, d2, d3 = split(d_residual, PARTS)
             shared = product(d1, d2, d3, r1, r2, r3, PARTS)
-            half = 1.5 * d_residual - shared - 0.5 * tl.trans(shared)
+            half = 1.5 * d_residual - shared - 0.5 * transposed(shared, PARTS)
             s1, s2, s3 = split(half, PARTS)
             half = 0.75 * half - 0.25 * product(s1, s2, s3, r1, r2, r3, PARTS)
-            d_residual = half + tl.trans(half)
+            d_residual = half + transposed(half, PARTS)
             d1, d2, d3 = split(d_residual, PARTS)
             e1, e2, e3 = split(d_iterate, PARTS)
             mixed = product(e1, e2, e3, n1, n2, n3, PARTS)
