@@ -30,6 +30,20 @@ def regularized(raw, identity, eps, NEWTON: tl.constexpr):
     return raw + (eps + NEWTON.JITTER * raw) * identity
 
 
+@triton.jit
+def trace_of(covariance_ptr, eps, count, BD: tl.constexpr, NEWTON: tl.constexpr):
+    """The trace of a `regularized` covariance of so many features, from a load of its diagonal.
+
+    Every warp loads all of it, so that none waits for another.
+    """
+    WIDTH: tl.constexpr = BD if BD < 32 else 32
+    i = tl.arange(0, WIDTH)[None, :]
+    diagonal = tl.load(covariance_ptr + i * (BD + 1))
+    for start in tl.static_range(WIDTH, BD, WIDTH):
+        diagonal += tl.load(covariance_ptr + (start + i) * (BD + 1))
+    return (1.0 + NEWTON.JITTER) * tl.sum(tl.sum(diagonal, 1), 0) + eps * count
+
+
 @triton.jit(do_not_specialize=["M", "tiles_per_program"])
 def whiten_forward(
     x_ptr,
@@ -76,15 +90,16 @@ def whiten_forward(
     i, j, inside = matrix_of(TILE)
     identity = tl.where((i == j) & valid[:, None], 1.0, 0.0)
     target = group * D * D + i * D + j
+    count = tl.sum(valid.to(tl.float32), 0)
     if TILE.SPAN == 0:
         offset = load_vector(bias_ptr, features, valid, BIAS, 0.0)
         weight = load_vector(weight_ptr, features, valid, WEIGHT, 1.0)
     follow(PDL)
 
+    trace = trace_of(covariance_ptr + group * BD * BD, eps, count, BD, NEWTON)
     raw = tl.load(covariance_ptr + group * BD * BD + i * BD + j)
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
     covariance = regularized(raw, identity, eps, NEWTON)
-    trace = total(covariance * identity)
     keeps = program == tl.num_programs(0) - 1
     z = iterate(covariance, trace, identity, iterates_ptr + group * NEWTON.STRIDE, keeps, BD, NEWTON)
     whitening = z * tl.rsqrt(trace)
