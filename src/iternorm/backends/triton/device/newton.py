@@ -167,12 +167,12 @@ def iterate(
             r1, r2, r3 = split(residual, PARTS)
             square, z = stacked_product(r1, r2, r3, z1, z2, z3, r1, r2, r3, -6.0 * residual, z, PARTS)
             s1, s2, s3 = split(0.25 * square, PARTS)
-            z1, z2, z3 = split(z * (-1.0 / 3.0), PARTS)
-            residual = added_product(s1, s2, s3, r1, r2, r3, 2.25 * residual, PARTS)
             if keeps:
                 keep_matrix(kept_ptr, k - 1, tile, r1, r2, r3, BD, PARTS)
                 k1, k2, k3 = split(scale * z, PARTS)
                 keep_matrix(kept_ptr, T + k - 1, tile, k1, k2, k3, BD, PARTS)
+            z1, z2, z3 = split(z * (-1.0 / 3.0), PARTS)
+            residual = added_product(s1, s2, s3, r1, r2, r3, 2.25 * residual, PARTS)
             if NEWTON.WATCHED:
                 before, level = level, total(residual * identity)
                 stopped = level < tl.maximum(before - 0.5, 0.5)
