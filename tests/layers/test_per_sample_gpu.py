@@ -115,4 +115,9 @@ def test_items_of_a_batch_past_2_31_values_are_read_right():
     layer = GroupWhitening2d(64, device="cuda", dtype=torch.bfloat16)
     assert x.numel() > 2**31
     with torch.no_grad():
-        assert relative_error(layer(x)[-1:], layer(x[-1:].clone())) < 1e-3
+        # Of the batch one program adds up an item, and of the item alone many: sums that differ in their last place
+        # round an output or an entry of the matrix to another bfloat16. So each is compared with fp64, not with the
+        # other. Wrong memory would be an error of 1.
+        expected = copy.deepcopy(layer).double()(x[-1:].double())
+        for y in (layer(x)[-1:], layer(x[-1:].clone())):
+            assert relative_error(y, expected) < BUDGETS["bf16"][2]
