@@ -49,7 +49,7 @@ def print_roots(size: int) -> None:
     """The launches of inverse roots of matrices of so many rows."""
     steps, damping = _schedule(torch.float32, 4, "minimax")
     chain = roots._chain_for(16, size, steps, 4, damping, torch.device("cuda", 0))
-    for name in ("bound", "begin", "multiply", "step", "finish"):
+    for name in ("bound", "begin", "multiply", "finish"):
         launch = chain._launches[name]
         matrices = launch.constants["MATRICES"]
         print(name, matrices.DEPTH, matrices.STAGES, launch.prepared[0].metadata.shared)

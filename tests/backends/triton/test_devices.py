@@ -226,7 +226,7 @@ def test_the_kernels_compile_for_other_gpus(name, arguments, tmp_path):
 )
 def test_the_kernels_of_matrix_roots_compile(name, size, tmp_path):
     asked = shared_bytes(name, ("roots", size), tmp_path)
-    assert set(asked) == {"bound", "begin", "multiply", "step", "finish"}
+    assert set(asked) == {"bound", "begin", "multiply", "finish"}
     assert max(asked.values()) <= GPUS[name][2]
 
 

@@ -73,7 +73,9 @@ class _Chain:
         count, matrices = self._count, self._matrices
         scale = batch.new_empty(count)
         bounds = batch.new_empty(3 * count * matrices.BOUNDS)
-        kept = [batch.new_empty(2 * count * matrices.N**2, dtype=torch.float16) for _ in range(8)]
+        # Two parts, each with its diagonal.
+        values = 2 * count * (matrices.N + 1) * matrices.N
+        kept = [batch.new_empty(values, dtype=torch.float16) for _ in range(7)]
         stream, given = given_to(self._device, batch, bounds, scale, result, *kept)
         if stream is None:
             given = [tensor.flatten() for tensor in given]
@@ -90,63 +92,63 @@ class _Chain:
 
     def _calls(self, source, partials, scale, places) -> tuple[list[Call], tuple]:
         """All launches except the last, and the arguments of the last except its target."""
-        current, between, *factors, half, other, first, second = places
+        current, following, between, half, other, first, second = places
         sizes, p, steps = self._sizes, self._p, self._steps
         smallest = torch.finfo(torch.float32).tiny ** 0.5
+        root, root_name = first, "h"
+        a, b = steps[0]
         # The pointers of a launch come first, then its numbers.
-        start = (source, partials, scale, current, factors[0], smallest, self._damping, sizes["M"])
-        calls: list[Call] = [("bound", (source, partials, smallest)), ("begin", (*start, *self._line(0)))]
+        start = (source, partials, scale, current, root, smallest, self._damping, sizes["M"])
+        line = b * sizes["h"] / sizes["M"], a * sizes["h"]
+        calls: list[Call] = [("bound", (source, partials, smallest)), ("begin", (*start, *line))]
 
-        def product(a, a_name: str, b, b_name: str, out, name: str, step: int | None = None) -> None:
-            alpha = sizes[name] / (sizes[a_name] * sizes[b_name])
-            if step is None:
-                calls.append(("multiply", (a, b, out, out, alpha, 0.0, 0.0)))
-            else:
-                calls.append(("step", (a, b, out, factors[step % 2], alpha, *self._line(step))))
+        def multiply(left, a_name: str, right, b_name: str, out, name: str, terms=(1.0, 0.0, 0.0)) -> None:
+            """The terms are the factors of the product, of its left operand, and of I."""
+            product, single, identity = terms
+            alpha = product * sizes[name] / (sizes[a_name] * sizes[b_name])
+            numbers = alpha, single * sizes[name] / sizes[a_name], identity * sizes[name]
+            calls.append(("multiply", (left, right, out, *numbers)))
 
-        root, root_name = factors[0], "h"
-        for k in range(len(steps)):
-            factor = factors[k % 2]
+        for k, (a, b) in enumerate(steps):
+            # A product with h = a I + b M is one with M.
+            by_h = b, a, 0.0
             if k > 0:
                 target = second if root is first else first
-                product(root, root_name, factor, "h", target, "X")
+                multiply(root, root_name, current, "M", target, "X", by_h)
                 root, root_name = target, "X"
             if k == len(steps) - 1:
                 break
             # M h^p as (M g) g with g = h^(p/2), which rounds less than M (g g), and once more h where p is odd.
-            power, power_name = factor, "h"
+            power, power_name, by_power = current, "M", by_h
             for bit in bin(p // 2)[3:]:
                 target = other if power is half else half
-                product(power, power_name, power, power_name, target, "half")
-                power, power_name = target, "half"
+                squared = (b * b, 2 * a * b, a * a) if power is current else (1.0, 0.0, 0.0)
+                multiply(power, power_name, power, power_name, target, "half", squared)
+                power, power_name, by_power = target, "half", (1.0, 0.0, 0.0)
                 if bit == "1":
                     target = other if power is half else half
-                    product(power, power_name, factor, "h", target, "half")
+                    multiply(power, power_name, current, "M", target, "half", by_h)
                     power = target
-            product(current, "M", power, power_name, between, "between")
+            multiply(current, "M", power, power_name, between, "between", by_power)
             if p % 2:
-                product(between, "between", power, power_name, current, "M")
-                product(current, "M", factor, "h", between, "M", k + 1)
-                current, between = between, current
+                target = other if power is half else half
+                multiply(between, "between", power, power_name, target, "M", by_power)
+                multiply(target, "M", current, "M", following, "M", by_h)
             else:
-                product(between, "between", power, power_name, current, "M", k + 1)
+                multiply(between, "between", power, power_name, following, "M", by_power)
+            current, following = following, current
         power, power_name = root, root_name
         for bit in bin(p)[3:]:
             target = half if power is not half else other
-            product(power, power_name, power, power_name, target, "power")
+            multiply(power, power_name, power, power_name, target, "power")
             power, power_name = target, "power"
             if bit == "1":
                 target = half if power is not half else other
-                product(power, power_name, root, root_name, target, "power")
+                multiply(power, power_name, root, root_name, target, "power")
                 power = target
         # X + (damping / p) X X^p takes the damping back.
         alpha = self._damping / (p * sizes[root_name] * sizes[power_name])
         return calls, (root, power, alpha, 1 / sizes[root_name])
-
-    def _line(self, step: int) -> tuple[float, float]:
-        """h of a step as it is kept, from M as it is kept."""
-        a, b = self._steps[step]
-        return b * self._sizes["h"] / self._sizes["M"], a * self._sizes["h"]
 
     def _makers(self) -> dict[str, Callable[[], Launch]]:
         single, half = torch.float32, torch.float16
@@ -155,8 +157,7 @@ class _Chain:
         return {
             "bound": lambda: self._launch(bound, self._matrices.BOUNDS, (single, single), 1),
             "begin": lambda: self._launch(begin, tiles, (*(single,) * 3, half, half), 5, PADDED=padded),
-            "multiply": lambda: self._launch(multiply, tiles, (half,) * 4, 3, FACTOR=False),
-            "step": lambda: self._launch(multiply, tiles, (half,) * 4, 3, FACTOR=True),
+            "multiply": lambda: self._launch(multiply, tiles, (half,) * 3, 3),
             "finish": lambda: self._launch(finish, tiles, (half, half, single, single), 2),
         }
 

@@ -27,19 +27,24 @@ from iternorm.backends.triton.device.tiles import (
 
 
 @triton.jit
+def added(gram, product):
+    """gram + product, rounded. Of a sum with a product the compiler would make one product, in the tensor cores."""
+    return tl.fma(product, 1.0, gram)
+
+
+@triton.jit
 def outer_product(a, x, gram, TILE: tl.constexpr):
     """gram + Σ a xᵀ over the samples of two tiles.
 
-    Tensor cores truncate what they add to: in three parts they add up a tile alone, and the tiles are added outside,
-    where sums are rounded.
+    Tensor cores truncate what they add to: they add up a tile alone, and tiles are added outside.
     """
     left, right = a, x
     if TILE.ROWS:
         left = tl.trans(a)
     else:
         right = tl.trans(x)
-    if TILE.PARTS == 3:
-        gram += split_dot(left, right, tl.zeros_like(gram), TILE.PARTS)
+    if TILE.PARTS > 0:
+        gram = added(gram, split_dot(left, right, tl.zeros_like(gram), TILE.PARTS))
     else:
         gram = split_dot(left, right, gram, TILE.PARTS)
     return gram
@@ -69,7 +74,7 @@ def own_products(x, gram, mixed, TILE: tl.constexpr):
             mixed = tl.dot(left1, right3, mixed)
             gram += tl.dot(left1, right1, tl.dot(left2, right2))
         else:
-            gram = tl.dot(left1, right1, gram)
+            gram = added(gram, tl.dot(left1, right1))
     return gram, mixed
 
 

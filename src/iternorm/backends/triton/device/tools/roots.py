@@ -2,8 +2,9 @@
 
 All matrices of the iteration X <- X h(M), M <- M h(M)^p are polynomials of one matrix, so every product is symmetric:
 a program computes a tile on or below the diagonal and stores it twice. A matrix is kept as two float16 parts,
-``[B, 2, N, N]``, times a power of two that the host chooses: products take their operands as they lie in memory. N is D
-rounded up to full tiles, and what lies beyond D is zero.
+``[B, 2, N + 1, N]``, times a power of two that the host chooses: products take their operands as they lie in memory. N
+is D rounded up to full tiles, and what lies beyond D is zero. The diagonal is row N of a part, and zero in its place
+(`product_of`).
 """
 
 # A checker takes the language of the kernels for Python.
@@ -45,14 +46,49 @@ def place_of(MATRICES: tl.constexpr):
 def part_of(ptr, matrix, part: tl.constexpr, rows, columns, MATRICES: tl.constexpr):
     """Where a block of one part of a matrix is."""
     N: tl.constexpr = MATRICES.N
-    return ptr + (2 * matrix + part) * N * N + rows[:, None] * N + columns[None, :]
+    return ptr + (2 * matrix + part) * (N + 1) * N + rows[:, None] * N + columns[None, :]
 
 
 @triton.jit
-def store_halves(ptr, matrix, rows, columns, tile, MATRICES: tl.constexpr):
-    """Store a tile of a symmetric matrix and its transpose, in two parts."""
+def block_of(ptr, matrix, rows, columns, MATRICES: tl.constexpr):
+    """A block of a matrix in fp32, without its diagonal."""
+    upper = tl.load(part_of(ptr, matrix, 0, rows, columns, MATRICES)).to(tl.float32)
+    return upper + tl.load(part_of(ptr, matrix, 1, rows, columns, MATRICES)).to(tl.float32)
+
+
+@triton.jit
+def diagonal_places(ptr, matrix, rows, MATRICES: tl.constexpr):
+    """Where the two parts of some entries of a diagonal are."""
+    N: tl.constexpr = MATRICES.N
+    upper = ptr + 2 * matrix * (N + 1) * N + N * N + rows
+    return upper, upper + (N + 1) * N
+
+
+@triton.jit
+def diagonal_of(ptr, matrix, rows, MATRICES: tl.constexpr):
+    """Some entries of a diagonal, in fp32."""
+    upper, lower = diagonal_places(ptr, matrix, rows, MATRICES)
+    return tl.load(upper).to(tl.float32) + tl.load(lower).to(tl.float32)
+
+
+@triton.jit
+def in_halves(tile):
+    """The sum of two float16 that is nearest to a tile."""
     upper = tile.to(tl.float16)
-    lower = (tile - upper.to(tl.float32)).to(tl.float16)
+    return upper, (tile - upper.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def store_halves(ptr, matrix, rows, columns, is_diagonal, tile, MATRICES: tl.constexpr):
+    """Store a tile of a symmetric matrix and its transpose, in two parts and with the diagonal apart."""
+    if is_diagonal:
+        on_diagonal = rows[:, None] == columns[None, :]
+        upper, lower = in_halves(tl.sum(tl.where(on_diagonal, tile, 0.0), 1))
+        upper_ptr, lower_ptr = diagonal_places(ptr, matrix, rows, MATRICES)
+        tl.store(upper_ptr, upper)
+        tl.store(lower_ptr, lower)
+        tile = tl.where(on_diagonal, 0.0, tile)
+    upper, lower = in_halves(tile)
     tl.store(part_of(ptr, matrix, 0, rows, columns, MATRICES), upper)
     tl.store(part_of(ptr, matrix, 1, rows, columns, MATRICES), lower)
     tl.store(part_of(ptr, matrix, 0, columns, rows, MATRICES), tl.trans(upper))
@@ -60,11 +96,14 @@ def store_halves(ptr, matrix, rows, columns, tile, MATRICES: tl.constexpr):
 
 
 @triton.jit
-def product_of(a_ptr, b_ptr, matrix, rows, columns, is_diagonal, MATRICES: tl.constexpr):
-    """A tile of A B, exactly symmetric on the diagonal. The product of the lower parts, 2^-22 of it, is left out.
+def product_of(a_ptr, b_ptr, matrix, rows, columns, is_diagonal, alpha, beta, offset, MATRICES: tl.constexpr):
+    """A tile of alpha A B + beta A + offset I, exactly symmetric on the diagonal.
 
-    Tensor cores truncate what they add to: they add up a block alone, its small products first, and blocks are added
-    outside.
+    Tensor cores truncate: what they add to, and every term to the last places of the largest. A diagonal is larger than
+    the rest of its row, and on the diagonal of a product all other terms may have one sign: with it, every eigenvalue
+    would be off by as much, the small ones too. So the tensor cores multiply what is beside the diagonals, and what the
+    diagonals do is added outside. They add up a block alone, its small products first, and blocks are added outside.
+    The product of the lower parts, 2^-22 of the whole, is left out.
     """
     SIDE: tl.constexpr = MATRICES.SIDE
     acc = tl.zeros([SIDE, SIDE], dtype=tl.float32)
@@ -77,7 +116,15 @@ def product_of(a_ptr, b_ptr, matrix, rows, columns, is_diagonal, MATRICES: tl.co
         block = tl.dot(a_upper, b_lower)
         block = tl.dot(a_lower, b_upper, block)
         acc += tl.dot(a_upper, b_upper, block)
-    return tl.where(is_diagonal, 0.5 * (acc + tl.trans(acc)), acc)
+    identity = identity_of(rows, columns, MATRICES)
+    a_diagonal = diagonal_of(a_ptr, matrix, rows, MATRICES)[:, None]
+    b_diagonal = diagonal_of(b_ptr, matrix, columns, MATRICES)[None, :]
+    tile = alpha * acc + (alpha * a_diagonal) * block_of(b_ptr, matrix, rows, columns, MATRICES)
+    a = block_of(a_ptr, matrix, rows, columns, MATRICES) + a_diagonal * identity
+    tile += a * (alpha * b_diagonal + beta) + offset * identity
+    if is_diagonal:
+        tile = 0.5 * (tile + tl.trans(tile))
+    return tile
 
 
 @triton.jit
@@ -124,7 +171,7 @@ def begin(
     bounds_ptr,
     scale_ptr,
     out_ptr,
-    factor_ptr,
+    root_ptr,
     smallest,
     damping,
     size,
@@ -134,12 +181,12 @@ def begin(
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """M = sym(A) / scale + damping I, times `size`, and h = slope M + offset I.
+    """M = sym(A) / scale + damping I, times `size`, and the first root, slope M + offset I.
 
     The scale is an upper bound of the norm: the smaller of the largest row sum and the Frobenius norm.
     """
     follow(PDL)
-    rows, columns, _, matrix = place_of(MATRICES)
+    rows, columns, is_diagonal, matrix = place_of(MATRICES)
     part = tl.arange(0, PADDED)
     there = part < MATRICES.BOUNDS
     place = bounds_ptr + 3 * (matrix * MATRICES.BOUNDS + part)
@@ -155,51 +202,27 @@ def begin(
     block = 0.5 * (block / scale + tl.trans(rows_of(matrix_ptr, matrix, columns, rows, MATRICES)) / scale)
     identity = identity_of(rows, columns, MATRICES)
     block = size * (block + damping * identity)
-    store_halves(out_ptr, matrix, rows, columns, block, MATRICES)
-    store_halves(factor_ptr, matrix, rows, columns, slope * block + offset * identity, MATRICES)
+    store_halves(out_ptr, matrix, rows, columns, is_diagonal, block, MATRICES)
+    root = slope * block + offset * identity
+    store_halves(root_ptr, matrix, rows, columns, is_diagonal, root, MATRICES)
 
 
 @triton.jit
-def multiply(
-    a_ptr,
-    b_ptr,
-    out_ptr,
-    factor_ptr,
-    alpha,
-    slope,
-    offset,
-    MATRICES: tl.constexpr,
-    FACTOR: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """alpha A B, and with `FACTOR` also the next step's h = slope (alpha A B) + offset I."""
+def multiply(a_ptr, b_ptr, out_ptr, alpha, beta, offset, MATRICES: tl.constexpr, PDL: tl.constexpr):
+    """alpha A B + beta A + offset I."""
     follow(PDL)
     rows, columns, is_diagonal, matrix = place_of(MATRICES)
-    tile = alpha * product_of(a_ptr, b_ptr, matrix, rows, columns, is_diagonal, MATRICES)
-    store_halves(out_ptr, matrix, rows, columns, tile, MATRICES)
-    if FACTOR:
-        tile = slope * tile + offset * identity_of(rows, columns, MATRICES)
-        store_halves(factor_ptr, matrix, rows, columns, tile, MATRICES)
+    tile = product_of(a_ptr, b_ptr, matrix, rows, columns, is_diagonal, alpha, beta, offset, MATRICES)
+    store_halves(out_ptr, matrix, rows, columns, is_diagonal, tile, MATRICES)
 
 
 @triton.jit
-def finish(
-    root_ptr,
-    power_ptr,
-    scale_ptr,
-    out_ptr,
-    alpha,
-    beta,
-    MATRICES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The result ``[B, D, D]``: a factor of each matrix times beta X + alpha X Y."""
+def finish(root_ptr, power_ptr, scale_ptr, out_ptr, alpha, beta, MATRICES: tl.constexpr, PDL: tl.constexpr):
+    """The result ``[B, D, D]``: a factor of each matrix times alpha X Y + beta X."""
     follow(PDL)
     rows, columns, is_diagonal, matrix = place_of(MATRICES)
     D: tl.constexpr = MATRICES.D
-    tile = alpha * product_of(root_ptr, power_ptr, matrix, rows, columns, is_diagonal, MATRICES)
-    lower = tl.load(part_of(root_ptr, matrix, 1, rows, columns, MATRICES)).to(tl.float32)
-    tile += beta * (tl.load(part_of(root_ptr, matrix, 0, rows, columns, MATRICES)).to(tl.float32) + lower)
+    tile = product_of(root_ptr, power_ptr, matrix, rows, columns, is_diagonal, alpha, beta, 0.0, MATRICES)
     tile *= tl.load(scale_ptr + matrix)
     inside = (rows[:, None] < D) & (columns[None, :] < D)
     out_ptr += matrix * D * D
