@@ -206,7 +206,7 @@ def test_a_compiler_sees_the_operation_on_a_batch():
     torch.testing.assert_close(compiled(x), layer(x))
 
 
-def test_shares_of_programs_hold_every_tile_once():
+def test_no_program_of_an_item_is_without_a_piece():
     for shape in ((1, 64, 5, 5), (3, 96, 20, 20), (200, 64, 8, 8), (1, 512, 7, 7), (2, 8, 64, 64)):
         for last in (False, True):
             x = laid_out(torch.empty(shape), last)
@@ -215,14 +215,10 @@ def test_shares_of_programs_hold_every_tile_once():
                 plan = items._plan_for(x, None, None, shape[1] // 2, size, 5, False, False)
                 plan._num_sms = sms
                 launch = plan.launches["moments"]
-                count, each = launch.grid[0], launch.integers[3]
                 tile = launch.constants["TILE"]
-                tiles = -(-(shape[2] * shape[3]) // (tile.BL // tile.PACK))
-                # A tile of all channels has positions for samples.
-                blocks, span = (1, tile.SPAN) if tile.FLAT else (tile.SPAN // tile.PACK, 1)
-                shares = -(-tiles // each) if each < tiles else -(-blocks // (each // tiles))
-                assert count == shares
-                # What is left of an item for the last program, and no program without a share.
-                samples = plan._samples_of("moments")
-                assert (count - 1) * samples < plan.layout.samples // span <= count * samples
+                # Pieces go round among the programs: tiles of all channels, which have positions for samples, or one
+                # piece for each program.
+                samples = plan.layout.samples // (tile.SPAN if tile.FLAT else 1)
+                pieces = -(-samples // plan._unit_of("moments"))
+                assert launch.grid[0] <= pieces if tile.FLAT else launch.grid[0] == pieces
     items._plans.clear()

@@ -21,11 +21,11 @@ from iternorm.backends.triton.layout import (
     padded_size,
     placed,
 )
-from iternorm.backends.triton.plan import Key, Plan, Share
+from iternorm.backends.triton.plan import Key, Plan
 from iternorm.backends.triton.precision import Split, split_for
 from iternorm.backends.triton.run import in_strides, parts_of
 from iternorm.backends.triton.runtime import Launch, given_to
-from iternorm.backends.triton.tiling import Tiles
+from iternorm.backends.triton.tiling import LONGEST_SUM, Tiles
 from iternorm.whitening import groups
 
 # The neighbouring channels in a tile of channels_last memory: two of the pieces of 32 bytes that memory is read in.
@@ -115,17 +115,15 @@ class ItemPlan(Plan):
             return tiles._replace(samples=min(tiles.samples, 64 if small or self._pack == 1 else 32), per_sm=2)
         return tiles
 
-    def _in_tiles(
-        self, tiles: Tiles, kernel: str, function, pointers, constants, sums, floats, block, blocks
-    ) -> Launch:
+    def _in_tiles(self, tiles: Tiles, kernel: str, function, pointers, constants, floats, block, blocks) -> Launch:
         layout, pack = self.layout, self._pack
         # No larger than an item's channel, and at least what a matrix product takes.
         samples = min(tiles.samples, max(16, pack, 1 << (self._length * pack - 1).bit_length()))
         places = self._num_sms * tiles.per_sm // layout.num_groups
         # Where there is room for several programs to a group, one more writes what is kept.
         keepers = int(kernel == "whiten" and places > 1)
-        count, each = self._shared(places - keepers, samples)
-        self._shares[kernel] = Share(count, each)
+        count, by_block = self._shared(places - keepers, samples)
+        self._num_programs[kernel] = count
         tile = Tile(
             D=layout.group_size,
             BD=layout.padded,
@@ -136,55 +134,56 @@ class ItemPlan(Plan):
             INT64=False,
             EVEN=self._tiled.even,
             STAGES=tiles.stages,
+            LONG=kernel.endswith("moments") and layout.samples > LONGEST_SUM * count,
             SPAN=self._span,
             PACK=pack,
             SETS=self._sets,
             WHOLE=self._length % (samples // pack) == 0,
+            BY_BLOCK=by_block,
             FLAT=self._flat,
         )
-        integers = (layout.samples, self._channels, self._length, each, *((count,) if sums else ()))
+        integers = (layout.samples, self._channels, self._length, count)
         grid = (count + keepers, layout.num_groups)
         constants = {"TILE": tile, **constants}
         dependent = not kernel.endswith("moments")
         warps, device = tiles.warps, self.key.device
         return Launch(function, grid, pointers, floats, integers, (1, 2), constants, warps, device, dependent)
 
-    def _shared(self, wanted: int, samples: int) -> tuple[int, int]:
-        """How many programs share a group, and the tiles of each: some of all blocks, or all of some blocks."""
+    def _shared(self, wanted: int, samples: int) -> tuple[int, bool]:
+        """How many programs share a group, and whether by its blocks: all tiles of some, or some tiles of all."""
         tiles, blocks = -(-self._length // (samples // self._pack)), 1 if self._flat else self._span // self._pack
-        if wanted > 1 and tiles >= min(wanted, blocks):
-            each = -(-tiles // wanted)
-            return (-(-tiles // each), each) if each < tiles else (1, tiles * blocks)
-        each = -(-blocks // max(wanted, 1))
-        return -(-blocks // each), each * tiles
+        by_tile = wanted > 1 and tiles >= min(wanted, blocks)
+        pieces = tiles if by_tile else blocks
+        each = -(-pieces // max(wanted, 1))
+        count = -(-pieces // each)
+        return count, not by_tile or count == 1
 
-    def _samples_of(self, name: str) -> int:
-        each, tile = self.share_of(name).tiles, self.launches[name].constants["TILE"]
+    def _unit_of(self, name: str) -> int:
+        count, tile = self.num_programs(name), self.launches[name].constants["TILE"]
         positions = tile.BL // tile.PACK
-        tiles = -(-self._length // positions)
         if self._flat:
-            return each * positions
-        if each < tiles:
-            return each * positions * self._span
-        return each // tiles * tile.PACK * self._length
+            return positions
+        if tile.BY_BLOCK:
+            return -(-(self._span // tile.PACK) // count) * tile.PACK * self._length
+        tiles = -(-self._length // positions)
+        return -(-tiles // count) * positions * self._span
 
     def _moments(self, backward: bool = False) -> Launch:
         key, fp32 = self.key, torch.float32
         if not backward:
-            return self._passes("moments", item_moments, (key.dtype, fp32), {}, True)
+            return self._passes("moments", item_moments, (key.dtype, fp32), {})
         learned = key.weight is not None or key.bias is not None
         passing = Passing(SUMMED=False, RELU=key.relu, KEPT=False)
         constants = {"WEIGHT": key.weight is not None, "LEARNED": learned, "PASSING": passing}
         output, sums = key.dtype if key.relu else None, fp32 if learned else None
         pointers = (key.dtype, key.dtype, output, fp32, fp32, key.weight, sums, fp32)
-        return self._passes("cross_moments", item_cross_moments, pointers, constants, True)
+        return self._passes("cross_moments", item_cross_moments, pointers, constants)
 
     @functools.cached_property
     def learned_parts(self) -> int:
         """How many parts d(γ) and d(β) come in."""
-        share, tile = self.share_of("cross_moments"), self.launches["cross_moments"].constants["TILE"]
-        by_block = share.tiles >= -(-self._length // (tile.BL // tile.PACK))
-        return self.layout.num_groups // self._sets * (1 if by_block else share.programs)
+        by_block = self.launches["cross_moments"].constants["TILE"].BY_BLOCK
+        return self.layout.num_groups // self._sets * (1 if by_block else self.num_programs("cross_moments"))
 
 
 _plans: dict[tuple, ItemPlan] = {}

@@ -36,7 +36,7 @@ from iternorm.backends.triton.precision import (
     split_for,
 )
 from iternorm.backends.triton.runtime import Launch, Launches, device_of
-from iternorm.backends.triton.tiling import Tiles, block_of, programs, tiles_for
+from iternorm.backends.triton.tiling import LONGEST_SUM, Tiles, block_of, programs, tiles_for
 
 
 class Key(NamedTuple):
@@ -108,13 +108,6 @@ def plan_for(
     return plan
 
 
-class Share(NamedTuple):
-    """How programs share the samples of a group."""
-
-    programs: int
-    tiles: int  # of each
-
-
 class Plan:
     """The launches of one layer at one input shape, made once."""
 
@@ -156,7 +149,7 @@ class Plan:
         self._sizes: dict[str, int] = {}
         self._num_sms = device_of(key.device).num_sms
         self._chosen: dict[str, Tiles] = {}
-        self._shares: dict[str, Share] = {}
+        self._num_programs: dict[str, int] = {}
         # Matrices of 128x128 in three parts ask for more shared memory than there is.
         self._maps_blocks = layout.wide or (layout.padded == LARGEST_TILE and key.split == Split.THREE_PARTS)
 
@@ -192,7 +185,6 @@ class Plan:
         function,
         pointers: tuple,
         constants: dict[str, Any],
-        sums: bool = False,
         floats: tuple = (),
         block: int | None = None,
         blocks: int = 1,
@@ -204,7 +196,7 @@ class Plan:
         tiles = self._tiles(kernel)
         while True:
             try:
-                launch = self._in_tiles(tiles, kernel, function, pointers, constants, sums, floats, block, blocks)
+                launch = self._in_tiles(tiles, kernel, function, pointers, constants, floats, block, blocks)
                 break
             except OutOfResources:
                 smaller = tiles.smaller()
@@ -217,15 +209,13 @@ class Plan:
         self._chosen[kernel] = tiles
         return launch
 
-    def _in_tiles(
-        self, tiles: Tiles, kernel: str, function, pointers, constants, sums, floats, block, blocks
-    ) -> Launch:
+    def _in_tiles(self, tiles: Tiles, kernel: str, function, pointers, constants, floats, block, blocks) -> Launch:
         layout = self.layout
         # One more than there are shares of the samples writes what is kept.
         keepers = int(kernel == "whiten")
-        count, each = programs(layout, tiles, self._num_sms, keepers, blocks)
-        self._shares[kernel] = Share(count, each)
-        integers = (layout.samples, layout.channels, layout.length, each, *((count,) if sums else ()))
+        count = programs(layout, tiles, self._num_sms, keepers, blocks)
+        self._num_programs[kernel] = count
+        integers = (layout.samples, layout.channels, layout.length, count)
         tile = Tile(
             D=layout.group_size,
             BD=layout.padded,
@@ -236,6 +226,7 @@ class Plan:
             INT64=layout.int64,
             EVEN=layout.even,
             STAGES=tiles.stages,
+            LONG=kernel.endswith("moments") and layout.samples > LONGEST_SUM * count,
         )
         return Launch(
             function,
@@ -260,11 +251,11 @@ class Plan:
         pointers = (key.dtype, key.dtype, *gradients, mean, torch.float32)
         constants = {"SELF": not backward, "PASSING": passing}
         if not self.layout.wide:
-            return self._passes(name, partial_moments, pointers, constants, True)
+            return self._passes(name, partial_moments, pointers, constants)
         block = block_of(name, self.layout)
         across = self.layout.padded // block
         pairs = across**2 if backward else across * (across + 1) // 2
-        return self._passes(name, wide_moments, pointers, constants, True, block=block, blocks=pairs)
+        return self._passes(name, wide_moments, pointers, constants, block=block, blocks=pairs)
 
     def _cross_moments(self) -> Launch:
         return self._moments(backward=True)
@@ -272,8 +263,7 @@ class Plan:
     def _reduce(self, backward: bool = False) -> Launch:
         layout = self.layout
         name = "cross_moments" if backward else "moments"
-        count = self.share_of(name).programs
-        each = self._samples_of(name)
+        count = self.num_programs(name)
         fp32 = torch.float32
         # Of several ranks the moments are sent, and `merge` counts.
         sent = self.key.ranks > 0
@@ -289,7 +279,7 @@ class Plan:
             *(torch.int64 if counted else None,) * 2,
             *(fp32 if weighted else None,) * 2,
         )
-        integers = (layout.samples, layout.channels, count, each)
+        integers = (layout.samples, layout.channels, count, self._unit_of(name))
         if self.layout.wide:
             grid = ((layout.padded // 32) ** 2, layout.num_groups)
             words = {**common, "BC": BLOCK, "SIDE": 32, "PB": min(8, 1 << (count - 1).bit_length())}
@@ -403,7 +393,7 @@ class Plan:
         if size is None:
             padded, count, side = self.layout.padded, self.layout.num_groups, self._partials[0]
             backward = name == "cross_moments"
-            size = (self.share_of(name).programs * (side + 2) * side + backward * padded**2) * count
+            size = (self.num_programs(name) * (side + 2) * side + backward * padded**2) * count
             if self.iteration is not None:
                 size = max(size, self.iteration.backward_work if backward else self.iteration.forward_work)
             if backward and self.exchange is not None:
@@ -411,12 +401,14 @@ class Plan:
             self._sizes[name] = size
         return size
 
-    def _samples_of(self, name: str) -> int:
-        """How many samples a program has, if there are so many left."""
-        return self.share_of(name).tiles * self._tiles(name).samples
+    def _unit_of(self, name: str) -> int:
+        """Of how many samples each the pieces are that go round among the programs of a launch: `tiles.part_of`."""
+        samples = self._tiles(name).samples
+        tiles = -(-self.layout.samples // samples)
+        return samples if self.layout.rows else samples * -(-tiles // self.num_programs(name))
 
-    def share_of(self, name: str) -> Share:
-        """How the programs of a launch share the samples."""
+    def num_programs(self, name: str) -> int:
+        """How many programs share the samples of a group in a launch."""
         # Known when the launch is made.
         self.launches[name]
-        return self._shares[name]
+        return self._num_programs[name]

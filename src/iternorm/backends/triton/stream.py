@@ -19,7 +19,7 @@ class StreamPlan(Plan):
         # Samples that the threads of a program have side by side, 16 bytes each.
         apart = 512 * self._tiles("moments").warps // (self.layout.padded * self.key.dtype.itemsize)
         pointers, constants = (self.key.dtype, torch.float32), {"APART": min(16, apart)}
-        return self._passes("moments", stream_moments, pointers, constants, True)
+        return self._passes("moments", stream_moments, pointers, constants)
 
     @functools.cached_property
     def first_join(self) -> Launch:
@@ -33,15 +33,13 @@ class StreamPlan(Plan):
 
     def _join(self, before: torch.dtype | None) -> Launch:
         layout = self.layout
-        programs, tiles = self.share_of("moments")
-        each = self._tiles("moments").samples * tiles
         size, padded = layout.group_size, layout.padded
         # Few columns to a program, so that all multiprocessors have some.
         width = min(16, padded)
         partials = max(64, padded // width)
         constants = {"D": size, "BD": padded, "CB": width, "PB": partials, "FIRST": before is None}
         pointers = (torch.float32, before, before, torch.float64)
-        integers = (layout.samples, programs, each)
+        integers = (layout.samples, self.num_programs("moments"), self._unit_of("moments"))
         # One more row is the probe's. An example of 64 bits for what was seen.
         grid = (size + 1, padded // width)
         return Launch(join_stream, grid, pointers, (2**31,), integers, (), constants, 4, self.key.device)

@@ -117,6 +117,10 @@ HOPPER = {
 }
 
 
+# The most samples that a program adds up in tensor cores, which truncate: 6e-5 of their covariance.
+LONGEST_SUM = 2**14
+
+
 class Blocks(NamedTuple):
     """How the iteration above 64 channels multiplies."""
 
@@ -180,12 +184,12 @@ def _with_third_tile(kernel: str, layout: Layout, split: int) -> Tiles:
     return tiles._replace(stages=max(1, tiles.stages - 1))
 
 
-def programs(layout: Layout, tiles: Tiles, num_sms: int, others: int = 0, blocks: int = 1) -> tuple[int, int]:
-    """How many programs share the samples of a block of a group, and the tiles each takes.
+def programs(layout: Layout, tiles: Tiles, num_sms: int, others: int = 0, blocks: int = 1) -> int:
+    """How many programs share the samples of a block of a group, none without any unless there are no samples.
 
-    There are so many `blocks`, and `others` need room too. Without samples there are none.
+    There are so many `blocks`, and `others` need room too.
     """
-    total = -(-layout.samples // tiles.samples)
+    total = max(1, -(-layout.samples // tiles.samples))
     wanted = max(1, num_sms * tiles.per_sm // (layout.num_groups * blocks) - others)
-    per_program = max(1, -(-total // wanted))
-    return -(-total // per_program), per_program
+    each = -(-total // wanted)
+    return -(-total // each)

@@ -133,7 +133,7 @@ def test_runs_of_samples_with_means_of_their_own_are_joined(channels, group_size
     inputs = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]
     expected = reference.iter_norm(*inputs, group_size=group_size, num_iters=1)
     wanted = torch.autograd.grad(expected, inputs, grad.double())
-    shared = [made.share_of(name).programs for made in plan._plans.values() for name in ("moments", "cross_moments")]
+    shared = [made.num_programs(name) for made in plan._plans.values() for name in ("moments", "cross_moments")]
     assert min(shared) > 1
     actual = (y, x.grad, layer.weight.grad, layer.bias.grad)
     assert worst(relative_error(a, b) for a, b in zip(actual, (expected, *wanted), strict=True)) < 2e-6

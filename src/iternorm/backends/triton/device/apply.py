@@ -16,15 +16,16 @@ from iternorm.backends.triton.device.tiles import (
     channels_of,
     finished,
     follow,
-    full_until,
+    full_tiles,
     load_tile,
     load_vector,
     matrix_of,
     passed,
+    rest_of,
     sample_offsets,
-    share_of,
     shifted,
     store_tile,
+    tile_start,
     zero_tile,
 )
 
@@ -85,7 +86,7 @@ def forward_tiles(
     channels,
     valid,
     program,
-    tiles_per_program,
+    num_programs,
     M,
     C,
     L,
@@ -96,21 +97,19 @@ def forward_tiles(
     if TILE.PARTS == 1:
         offset -= rounded_on(matrix, mean)
     operand = as_operand(matrix, TILE)
-    first, last = share_of(program, tiles_per_program, M, TILE)
-    # A program may have no share.
-    last = tl.maximum(last, first)
-    middle = full_until(first, last, TILE)
-    for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
+    for k in tl.range(0, full_tiles(program, num_programs, M, TILE), num_stages=TILE.STAGES):
+        start = tile_start(k, program, num_programs, M, TILE)
         forward_tile(
-            x_ptr, y_ptr, residual_ptr, start, last, operand, mean, offset, channels, valid, C, L, TILE, True, AFTER
+            x_ptr, y_ptr, residual_ptr, start, M, operand, mean, offset, channels, valid, C, L, TILE, True, AFTER
         )
-    if middle < last:
+    start, has_rest = rest_of(program, num_programs, M, TILE)
+    if has_rest:
         forward_tile(
-            x_ptr, y_ptr, residual_ptr, middle, last, operand, mean, offset, channels, valid, C, L, TILE, False, AFTER
+            x_ptr, y_ptr, residual_ptr, start, M, operand, mean, offset, channels, valid, C, L, TILE, False, AFTER
         )
 
 
-@triton.jit(do_not_specialize=["M", "tiles_per_program"])
+@triton.jit(do_not_specialize=["M", "num_programs"])
 def apply_forward(
     x_ptr,
     y_ptr,
@@ -122,7 +121,7 @@ def apply_forward(
     M,
     C,
     L,
-    tiles_per_program,
+    num_programs,
     TILE: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
@@ -143,7 +142,7 @@ def apply_forward(
     if WEIGHT:
         matrix = matrix * weight[:, None]
     forward_tiles(
-        x_ptr, y_ptr, residual_ptr, matrix, mean, offset, channels, valid, program, tiles_per_program, M, C, L,
+        x_ptr, y_ptr, residual_ptr, matrix, mean, offset, channels, valid, program, num_programs, M, C, L,
         TILE, AFTER,
     )  # fmt: skip
 
@@ -196,7 +195,7 @@ def backward_tiles(
     channels,
     valid,
     program,
-    tiles_per_program,
+    num_programs,
     M,
     C,
     L,
@@ -208,21 +207,21 @@ def backward_tiles(
     of_x = as_operand(second_matrix, TILE)
     if TILE.PARTS == 1:
         offset -= rounded_on(second_matrix, mean)
-    first, last = share_of(program, tiles_per_program, M, TILE)
-    middle = full_until(first, last, TILE)
-    for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
+    for k in tl.range(0, full_tiles(program, num_programs, M, TILE), num_stages=TILE.STAGES):
+        start = tile_start(k, program, num_programs, M, TILE)
         backward_tile(
-            grad_ptr, x_ptr, output_ptr, dx_ptr, start, last, of_grad, of_x, mean, offset, channels, valid, C, L,
+            grad_ptr, x_ptr, output_ptr, dx_ptr, start, M, of_grad, of_x, mean, offset, channels, valid, C, L,
             TILE, True, RELU,
         )  # fmt: skip
-    if middle < last:
+    start, has_rest = rest_of(program, num_programs, M, TILE)
+    if has_rest:
         backward_tile(
-            grad_ptr, x_ptr, output_ptr, dx_ptr, middle, last, of_grad, of_x, mean, offset, channels, valid, C, L,
+            grad_ptr, x_ptr, output_ptr, dx_ptr, start, M, of_grad, of_x, mean, offset, channels, valid, C, L,
             TILE, False, RELU,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "tiles_per_program"])
+@triton.jit(do_not_specialize=["M", "num_programs"])
 def apply_backward(
     grad_ptr,
     x_ptr,
@@ -236,7 +235,7 @@ def apply_backward(
     M,
     C,
     L,
-    tiles_per_program,
+    num_programs,
     TILE: tl.constexpr,
     WEIGHT: tl.constexpr,
     RELU: tl.constexpr,
@@ -261,5 +260,5 @@ def apply_backward(
     second_matrix = tl.load(second_ptr + group * BD * BD + i * BD + j)
     backward_tiles(
         grad_ptr, x_ptr, output_ptr, dx_ptr, first_matrix, second_matrix, mean, offset, channels, valid, program,
-        tiles_per_program, M, C, L, TILE, RELU,
+        num_programs, M, C, L, TILE, RELU,
     )  # fmt: skip

@@ -15,13 +15,16 @@ from iternorm.backends.triton.device.running import copy_count
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,
-    full_until,
+    full_tiles,
     gradient_tile,
     load_tile,
     over_samples,
+    part_of,
+    rest_of,
     sample_offsets,
-    share_of,
     shifted,
+    tile_start,
+    turn_of_sums,
     zero_tile,
 )
 
@@ -36,14 +39,15 @@ def added(gram, product):
 def outer_product(a, x, gram, TILE: tl.constexpr):
     """gram + Σ a xᵀ over the samples of two tiles.
 
-    Tensor cores truncate what they add to: they add up a tile alone, and tiles are added outside.
+    Tensor cores truncate what they add to: in three parts, and where there are many samples, they add up a tile alone,
+    and tiles are added outside.
     """
     left, right = a, x
     if TILE.ROWS:
         left = tl.trans(a)
     else:
         right = tl.trans(x)
-    if TILE.PARTS > 0:
+    if TILE.PARTS == 3 or (TILE.LONG and TILE.PARTS > 0):
         gram = added(gram, split_dot(left, right, tl.zeros_like(gram), TILE.PARTS))
     else:
         gram = split_dot(left, right, gram, TILE.PARTS)
@@ -73,8 +77,10 @@ def own_products(x, gram, mixed, TILE: tl.constexpr):
         if TILE.PARTS == 3:
             mixed = tl.dot(left1, right3, mixed)
             gram += tl.dot(left1, right1, tl.dot(left2, right2))
-        else:
+        elif TILE.LONG:
             gram = added(gram, tl.dot(left1, right1))
+        else:
+            gram = tl.dot(left1, right1, gram)
     return gram, mixed
 
 
@@ -124,7 +130,7 @@ def gram_tile(
     more_ptr,
     kept_ptr,
     start,
-    first,
+    is_first,
     last,
     shift,
     channels,
@@ -141,13 +147,13 @@ def gram_tile(
 ):
     """Add one tile to Σ a xᵀ and Σ a. With a = x, products of unlike parts are kept once, in `mixed`.
 
-    The program's `first` tile gives the shift of a = x.
+    The program's first tile gives the shift of a = x.
     """
     samples = sample_offsets(start, L, C, TILE)
     tile = load_tile(x_ptr, samples, channels, start, last, valid, TILE, FULL)
     if SELF:
-        if start == first:
-            count = tl.minimum(last - first, TILE.BL).to(tl.float32)
+        if is_first:
+            count = tl.minimum(last - start, TILE.BL).to(tl.float32)
             shift = rounded_pilot(over_samples(tile.to(tl.float32), TILE.ROWS) / count, TILE)
     x = shifted(tile, shift, start, last, valid, TILE, FULL)
     if SELF:
@@ -173,7 +179,7 @@ def sum_tiles(
     channels,
     valid,
     program,
-    tiles_per_program,
+    num_programs,
     M,
     C,
     L,
@@ -181,19 +187,23 @@ def sum_tiles(
     SELF: tl.constexpr,
     PASSING: tl.constexpr,
 ):
-    """Σ a (x - shift)ᵀ over a program's share of the tiles, a tile whose sum is Σ a, and the shift."""
-    first, last = share_of(program, tiles_per_program, M, TILE)
+    """Σ a (x - shift)ᵀ over a program's share of the tiles, a tile whose sum is Σ a, and the shift.
+
+    From the end, which was written last, to the beginning, where what applies a matrix starts.
+    """
     gram, mixed = no_products(TILE)
     total = zero_tile(TILE)
-    middle = full_until(first, last, TILE)
-    for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
+    count = full_tiles(program, num_programs, M, TILE)
+    for k in tl.range(0, count, num_stages=TILE.STAGES):
+        start = tile_start(turn_of_sums(k, count, TILE), program, num_programs, M, TILE)
         gram, mixed, total, shift = gram_tile(
-            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, first, last, shift, channels, valid, C, L, gram,
+            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, k == 0, M, shift, channels, valid, C, L, gram,
             mixed, total, TILE, SELF, True, PASSING,
         )  # fmt: skip
-    if middle < last:
+    start, has_rest = rest_of(program, num_programs, M, TILE)
+    if has_rest:
         gram, mixed, total, shift = gram_tile(
-            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, middle, first, last, shift, channels, valid, C, L, gram,
+            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, count == 0, M, shift, channels, valid, C, L, gram,
             mixed, total, TILE, SELF, False, PASSING,
         )  # fmt: skip
     if SELF:
@@ -201,7 +211,7 @@ def sum_tiles(
     return gram, total, shift
 
 
-@triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])
+@triton.jit(do_not_specialize=["M", "num_programs"])
 def partial_moments(
     a_ptr,
     x_ptr,
@@ -213,14 +223,13 @@ def partial_moments(
     M,
     C,
     L,
-    tiles_per_program,
     num_programs,
     TILE: tl.constexpr,
     SELF: tl.constexpr,
     PASSING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Σ a and Σ a (x - shift)ᵀ over a run of tiles.
+    """Σ a and Σ a (x - shift)ᵀ over a program's tiles.
 
     Forward (`SELF`): a is x - shift too, and the shift is the mean of the program's own first tile, so that a large
     mean costs no accuracy (math.md, Eq. 4). Backward: a is dy, and the shift is the mean of the batch (Eq. 21);
@@ -237,13 +246,13 @@ def partial_moments(
     if SELF:
         shift = tl.zeros([BD], dtype=tl.float32)
     gram, total, shift = sum_tiles(
-        a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, shift, channels, valid, program, tiles_per_program, M, C, L,
+        a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, shift, channels, valid, program, num_programs, M, C, L,
         TILE, SELF, PASSING,
     )  # fmt: skip
     store_partials(workspace_ptr, gram, total, shift, program, group, num_programs, TILE, SELF, False)
 
 
-@triton.jit(do_not_specialize=["M", "num_programs", "samples_per_program"])
+@triton.jit(do_not_specialize=["M", "num_programs", "unit"])
 def reduce_moments(
     workspace_ptr,
     matrix_ptr,
@@ -256,7 +265,7 @@ def reduce_moments(
     M,
     C,
     num_programs,
-    samples_per_program,
+    unit,
     D: tl.constexpr,
     BD: tl.constexpr,
     BC: tl.constexpr,
@@ -318,8 +327,7 @@ def reduce_moments(
             wanted = mask & (row + tl.zeros_like(columns)[None, :] == 0)
         s = tl.load(sums_ptr + place, mask=wanted, other=0.0)
         if SELF:
-            left = M // SPAN - program * samples_per_program
-            count = tl.maximum(tl.minimum(left, samples_per_program), 0).to(tl.float32)
+            count = part_of(program, num_programs, M // SPAN, unit).to(tl.float32)
             delta = tl.load(pilots_ptr + place, mask=mask, other=0.0)
             delta = tl.where(mask, delta - anchor[None, :], 0.0)
             s_row = tl.load(sums_ptr + row_place, mask=present, other=0.0)

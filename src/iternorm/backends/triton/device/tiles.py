@@ -25,11 +25,13 @@ class Tile(NamedTuple):
     INT64: bool  # offsets past 2^31
     EVEN: bool  # every group fills its tile: no channel is masked
     STAGES: int  # of the loop that loads tiles
+    LONG: bool = False  # sums are of so many samples that the tensor cores' truncation matters, see `outer_product`
     # Where each item of a batch is whitened by itself, see `device/items/tiles.py`.
     SPAN: int = 0  # channels of a row; 0 where the batch is whitened together
     PACK: int = 1  # of them, those that are in one tile
     SETS: int = 1  # groups of an item
     WHOLE: bool = False  # the positions of an item fill their tiles
+    BY_BLOCK: bool = False  # a program has all tiles of some blocks, else some of all
     FLAT: bool = False  # a tile has all channels of its positions, as those of a batch that is whitened together
 
 
@@ -95,16 +97,66 @@ def load_vector(ptr, features, valid, PRESENT: tl.constexpr, default: tl.constex
 
 
 @triton.jit
-def share_of(program, tiles_per_program, M, TILE: tl.constexpr):
-    """The first sample of a program's share, and the end of it."""
-    first = program * tiles_per_program * TILE.BL
-    return first, tl.minimum(first + tiles_per_program * TILE.BL, M)
+def full_tiles(program, num_programs, M, TILE: tl.constexpr):
+    """How many full tiles a program has.
+
+    Those of rows go round, program after program, so that all programs are at one place of the activation at any time
+    (docs/decisions/tile-order.md). Of planes a program has a run. A program beyond `num_programs` has none.
+    """
+    tiles = M // TILE.BL
+    if TILE.ROWS:
+        count = (tiles - program + num_programs - 1) // num_programs
+    else:
+        each = run_of(num_programs, M, TILE)
+        count = tl.minimum(tl.maximum(tiles - program * each, 0), each)
+    return tl.where(program < num_programs, count, 0)
 
 
 @triton.jit
-def full_until(first, last, TILE: tl.constexpr):
-    """Where the full tiles of a share end."""
-    return first + (last - first) // TILE.BL * TILE.BL
+def run_of(num_programs, M, TILE: tl.constexpr):
+    """The tiles of a program, full or not, that has a run of them."""
+    return tl.cdiv(tl.cdiv(M, TILE.BL), num_programs)
+
+
+@triton.jit
+def tile_start(turn, program, num_programs, M, TILE: tl.constexpr):
+    """The first sample of a program's tile of this turn."""
+    if TILE.ROWS:
+        tile = program + turn * num_programs
+    else:
+        tile = program * run_of(num_programs, M, TILE) + turn
+    return tile * TILE.BL
+
+
+@triton.jit
+def turn_of_sums(k, count, TILE: tl.constexpr):
+    """The turn of the k-th of so many tiles that are added up.
+
+    Of rows the last come first: they were written last, and what applies a matrix next begins with the first.
+    """
+    turn = k
+    if TILE.ROWS:
+        turn = count - 1 - k
+    return turn
+
+
+@triton.jit
+def rest_of(program, num_programs, M, TILE: tl.constexpr):
+    """The first sample of the tile that is not full, and whether there is one and it is this program's."""
+    tiles = M // TILE.BL
+    if TILE.ROWS:
+        owner = tiles % num_programs
+    else:
+        owner = tiles // run_of(num_programs, M, TILE)
+    return tiles * TILE.BL, (tiles * TILE.BL < M) & (owner == program)
+
+
+@triton.jit
+def part_of(program, num_programs, M, unit):
+    """How many of M samples programs have among whom pieces of `unit` samples go round; a run is one piece."""
+    rounds = M // (num_programs * unit)
+    left = M - (rounds * num_programs + program) * unit
+    return rounds * unit + tl.minimum(tl.maximum(left, 0), unit)
 
 
 @triton.jit

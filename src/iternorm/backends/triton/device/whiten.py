@@ -7,7 +7,7 @@ that has (6 us of latencies where the others' samples take 8: 64x64x32x32, fp32,
 """
 
 # A checker takes the language of the kernels for Python.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 import triton
 import triton.language as tl
 
@@ -44,7 +44,7 @@ def trace_of(covariance_ptr, eps, count, BD: tl.constexpr, NEWTON: tl.constexpr)
     return (1.0 + NEWTON.JITTER) * tl.sum(tl.sum(diagonal, 1), 0) + eps * count
 
 
-@triton.jit(do_not_specialize=["M", "tiles_per_program"])
+@triton.jit(do_not_specialize=["M", "num_programs"])
 def whiten_forward(
     x_ptr,
     y_ptr,
@@ -65,7 +65,7 @@ def whiten_forward(
     M,
     C,
     L,
-    tiles_per_program,
+    num_programs,
     TILE: tl.constexpr,
     NEWTON: tl.constexpr,
     AVERAGE: tl.constexpr,
@@ -131,18 +131,18 @@ def whiten_forward(
     if TILE.SPAN > 0 and not TILE.FLAT:
         forward_items(
             x_ptr + begin, y_ptr + begin, weight_ptr, bias_ptr, whitening, mean, channels, weights, valid, program,
-            tiles_per_program, C, L, TILE, WEIGHT, BIAS, AFTER,
+            num_programs, C, L, TILE, WEIGHT, BIAS, AFTER,
         )  # fmt: skip
     else:
         if WEIGHT:
             whitening = whitening * weight[:, None]
         forward_tiles(
-            x_ptr, y_ptr, residual_ptr, whitening, mean, offset, channels, valid, program, tiles_per_program, M, C, L,
+            x_ptr, y_ptr, residual_ptr, whitening, mean, offset, channels, valid, program, num_programs, M, C, L,
             TILE, AFTER,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "tiles_per_program"])
+@triton.jit(do_not_specialize=["M", "num_programs"])
 def whiten_backward(
     grad_ptr,
     x_ptr,
@@ -160,7 +160,7 @@ def whiten_backward(
     M,
     C,
     L,
-    tiles_per_program,
+    num_programs,
     TILE: tl.constexpr,
     NEWTON: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -229,12 +229,12 @@ def whiten_backward(
     if TILE.SPAN > 0 and not TILE.FLAT:
         backward_items(
             grad_ptr, x_ptr, output_ptr, dx_ptr, weight_ptr, first_matrix, second_matrix, mean, offset, channels,
-            weights, valid, program, tiles_per_program, C, L, TILE, WEIGHT, RELU,
+            weights, valid, program, num_programs, C, L, TILE, WEIGHT, RELU,
         )  # fmt: skip
     else:
         backward_tiles(
             grad_ptr, x_ptr, output_ptr, dx_ptr, first_matrix, second_matrix, mean, offset, channels, valid, program,
-            tiles_per_program, M, C, L, TILE, RELU,
+            num_programs, M, C, L, TILE, RELU,
         )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from iternorm.backends.triton.device.items.tiles import (
     rows_of,
     store_learned,
     tile_at,
-    tiles_of,
 )
 from iternorm.backends.triton.device.moments import (
     no_products,
@@ -41,14 +40,13 @@ from iternorm.backends.triton.device.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])
+@triton.jit(do_not_specialize=["M", "num_programs"])
 def item_moments(
     x_ptr,
     workspace_ptr,
     M,
     C,
     L,
-    tiles_per_program,
     num_programs,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
@@ -64,13 +62,13 @@ def item_moments(
     if TILE.FLAT:
         _features, valid, channels = channels_of(group, C, L, TILE)
         gram, total, shift = sum_tiles(
-            x_ptr, x_ptr, None, None, None, shift, channels, valid, program, tiles_per_program, L, C, L, TILE, True,
+            x_ptr, x_ptr, None, None, None, shift, channels, valid, program, num_programs, L, C, L, TILE, True,
             None,
         )  # fmt: skip
     else:
         gram, mixed = no_products(TILE)
         total = zero_tile(TILE)
-        first_block, blocks, first_tile, tiles = blocks_of(program, tiles_per_program, L, TILE)
+        first_block, blocks, first_tile, tiles = blocks_of(program, num_programs, L, TILE)
         for step in tl.range(0, blocks * tiles, num_stages=TILE.STAGES):
             _block, start, samples = tile_at(step, first_block, first_tile, tiles, C, L, TILE)
             tile = load_tile(x_ptr, samples, channels, start, L, valid, TILE, TILE.WHOLE)
@@ -84,7 +82,7 @@ def item_moments(
     store_partials(workspace_ptr, gram, total, shift, program, group, num_programs, TILE, True, False)
 
 
-@triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])
+@triton.jit(do_not_specialize=["M", "num_programs"])
 def item_cross_moments(
     grad_ptr,
     x_ptr,
@@ -97,7 +95,6 @@ def item_cross_moments(
     M,
     C,
     L,
-    tiles_per_program,
     num_programs,
     TILE: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -134,14 +131,14 @@ def item_cross_moments(
         scale = learned(weight_ptr, weights, 0, valid, TILE)
     if LEARNED:
         share = group // TILE.SETS
-        if tiles_per_program < tiles_of(L, TILE):
+        if not TILE.BY_BLOCK:
             share = share * num_programs + program
         learned_ptr += share.to(tl.int64) * 2 * C
     follow(PDL)
 
     if TILE.FLAT:
         cross, by_bias, _ = sum_tiles(
-            grad_ptr, x_ptr, output_ptr, None, None, mean, channels, valid, program, tiles_per_program, L, C, L, TILE,
+            grad_ptr, x_ptr, output_ptr, None, None, mean, channels, valid, program, num_programs, L, C, L, TILE,
             False, PASSING,
         )  # fmt: skip
         total = over_samples(by_bias, TILE.ROWS)
@@ -158,7 +155,7 @@ def item_cross_moments(
         total = tl.zeros([BD], dtype=tl.float32)
         by_weight = zero_tile(TILE)
         by_bias = zero_tile(TILE)
-        first_block, blocks, first_tile, tiles = blocks_of(program, tiles_per_program, L, TILE)
+        first_block, blocks, first_tile, tiles = blocks_of(program, num_programs, L, TILE)
         for step in tl.range(0, blocks * tiles, num_stages=TILE.STAGES):
             block, start, samples = tile_at(step, first_block, first_tile, tiles, C, L, TILE)
             grad = load_tile(grad_ptr, samples, channels, start, L, valid, TILE, TILE.WHOLE)

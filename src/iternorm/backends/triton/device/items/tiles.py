@@ -72,16 +72,20 @@ def tiles_of(L, TILE: tl.constexpr):
 
 
 @triton.jit
-def blocks_of(program, tiles_per_program, L, TILE: tl.constexpr):
+def blocks_of(program, num_programs, L, TILE: tl.constexpr):
     """A program's share: its first block and how many, its first tile of each and how many."""
     BLOCKS: tl.constexpr = TILE.SPAN // TILE.PACK
     tiles = tiles_of(L, TILE)
-    by_block = tiles_per_program >= tiles
-    each = tiles_per_program // tiles
-    first_block = tl.where(by_block, program * each, 0)
-    blocks = tl.where(by_block, tl.minimum(each, BLOCKS - first_block), BLOCKS)
-    first_tile = tl.where(by_block, 0, program * tiles_per_program)
-    tiles = tl.minimum(tl.where(by_block, tiles, tiles_per_program), tiles - first_tile)
+    blocks = BLOCKS
+    first_block, first_tile = 0, 0
+    if TILE.BY_BLOCK:
+        each = tl.cdiv(BLOCKS, num_programs)
+        first_block = program * each
+        blocks = tl.minimum(each, BLOCKS - first_block)
+    else:
+        each = tl.cdiv(tiles, num_programs)
+        first_tile = program * each
+        tiles = tl.minimum(each, tiles - first_tile)
     return first_block, tl.maximum(blocks, 0), first_tile, tl.maximum(tiles, 0)
 
 
@@ -170,7 +174,7 @@ def forward_items(
     weights,
     valid,
     program,
-    tiles_per_program,
+    num_programs,
     C,
     L,
     TILE: tl.constexpr,
@@ -186,7 +190,7 @@ def forward_items(
         scale = learned(weight_ptr, weights, 0, valid, TILE)
     if BIAS:
         shift = learned(bias_ptr, weights, 0, valid, TILE)
-    first_block, blocks, first_tile, tiles = blocks_of(program, tiles_per_program, L, TILE)
+    first_block, blocks, first_tile, tiles = blocks_of(program, num_programs, L, TILE)
     for step in tl.range(0, blocks * tiles, num_stages=TILE.STAGES):
         block, start, samples = tile_at(step, first_block, first_tile, tiles, C, L, TILE)
         x = load_tile(x_ptr, samples, channels, start, L, valid, TILE, TILE.WHOLE)
@@ -222,7 +226,7 @@ def backward_items(
     weights,
     valid,
     program,
-    tiles_per_program,
+    num_programs,
     C,
     L,
     TILE: tl.constexpr,
@@ -236,7 +240,7 @@ def backward_items(
         offset -= rounded_on(second_matrix, mean)
     if WEIGHT:
         scale = learned(weight_ptr, weights, 0, valid, TILE)
-    first_block, blocks, first_tile, tiles = blocks_of(program, tiles_per_program, L, TILE)
+    first_block, blocks, first_tile, tiles = blocks_of(program, num_programs, L, TILE)
     for step in tl.range(0, blocks * tiles, num_stages=TILE.STAGES):
         block, start, samples = tile_at(step, first_block, first_tile, tiles, C, L, TILE)
         grad = load_tile(grad_ptr, samples, channels, start, L, valid, TILE, TILE.WHOLE)

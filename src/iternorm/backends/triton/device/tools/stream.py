@@ -13,12 +13,14 @@ from iternorm.backends.triton.device.running import finite
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,
-    full_until,
+    full_tiles,
     load_tile,
     over_samples,
+    part_of,
+    rest_of,
     sample_offsets,
-    share_of,
     shifted,
+    tile_start,
 )
 
 
@@ -95,42 +97,41 @@ def stream_tile(
     return own_products(upper, twice, gram, TILE), total, squares
 
 
-@triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])
+@triton.jit(do_not_specialize=["M", "num_programs"])
 def stream_moments(
     x_ptr,
     workspace_ptr,
     M,
     C,
     L,
-    tiles_per_program,
     num_programs,
     TILE: tl.constexpr,
     APART: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Σ (x - shift) and Σ (x - shift)(x - shift)ᵀ over a program's run of tiles.
+    """Σ (x - shift) and Σ (x - shift)(x - shift)ᵀ over a program's tiles.
 
     The shift is the mean of the program's first tile. Sums of `APART` samples side by side are kept.
     """
     BD: tl.constexpr = TILE.BD
     program = tl.program_id(0)
     _, valid, channels = channels_of(0, C, L, TILE)
-    first, last = share_of(program, tiles_per_program, M, TILE)
-    middle = full_until(first, last, TILE)
     follow(PDL)
 
-    shift = pilot_of(x_ptr, first, last, channels, valid, C, L, TILE)
+    shift = pilot_of(x_ptr, tile_start(0, program, num_programs, M, TILE), M, channels, valid, C, L, TILE)
     gram = tl.zeros([BD, BD], dtype=tl.float32)
     total = tl.zeros([APART, BD], dtype=tl.float32)
     squares = total
     # First, while there is nothing else in registers.
-    if middle < last:
+    start, has_rest = rest_of(program, num_programs, M, TILE)
+    if has_rest:
         gram, total, squares = stream_tile(
-            x_ptr, middle, last, shift, valid, channels, gram, total, squares, C, L, TILE, False
+            x_ptr, start, M, shift, valid, channels, gram, total, squares, C, L, TILE, False
         )
-    for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
+    for k in tl.range(0, full_tiles(program, num_programs, M, TILE), num_stages=TILE.STAGES):
+        start = tile_start(k, program, num_programs, M, TILE)
         gram, total, squares = stream_tile(
-            x_ptr, start, last, shift, valid, channels, gram, total, squares, C, L, TILE, True
+            x_ptr, start, M, shift, valid, channels, gram, total, squares, C, L, TILE, True
         )
     index = tl.arange(0, BD)
     if TILE.PARTS > 0:
@@ -158,7 +159,7 @@ def store_probe(workspace_ptr, probe_ptr, num_programs, D: tl.constexpr, BD: tl.
     tl.store(probe_ptr, tl.where(tl.sum(bad, 0) == 0, 0.0, float("nan")).to(tl.float64))
 
 
-@triton.jit(do_not_specialize=["seen", "M", "num_programs", "samples_per_program"])
+@triton.jit(do_not_specialize=["seen", "M", "num_programs", "unit"])
 def join_stream(
     workspace_ptr,
     mean_ptr,
@@ -167,7 +168,7 @@ def join_stream(
     seen,
     M,
     num_programs,
-    samples_per_program,
+    unit,
     D: tl.constexpr,
     BD: tl.constexpr,
     CB: tl.constexpr,
@@ -211,8 +212,7 @@ def join_stream(
             s_row = tl.load(sums_ptr + p * BD + row, mask=present, other=0.0).to(tl.float64)
             delta_row = tl.load(pilots_ptr + p * BD + row, mask=present, other=0.0).to(tl.float64)
             delta_row = tl.where(present, delta_row - anchor_row, 0.0)
-            count = tl.maximum(tl.minimum(M - p * samples_per_program, samples_per_program), 0)
-            count = count.to(tl.float64)
+            count = part_of(p, num_programs, M, unit).to(tl.float64)
             moved = s + count[:, None] * delta
             line += block.to(tl.float64) + (s_row[:, None] * delta + delta_row[:, None] * moved)
             total += moved

@@ -18,14 +18,15 @@ from iternorm.backends.triton.device.tiles import (
     channels_of,
     finished,
     follow,
-    full_until,
+    full_tiles,
     load_tile,
     load_vector,
     passed,
+    rest_of,
     sample_offsets,
-    share_of,
     shifted,
     store_tile,
+    tile_start,
     zero_tile,
 )
 
@@ -79,7 +80,7 @@ def wide_forward_tile(
     store_tile(y_ptr, samples, channels, y, start, last, valid, TILE, FULL)
 
 
-@triton.jit(do_not_specialize=["M", "tiles_per_program"])
+@triton.jit(do_not_specialize=["M", "num_programs"])
 def wide_apply(
     x_ptr,
     y_ptr,
@@ -91,7 +92,7 @@ def wide_apply(
     M,
     C,
     L,
-    tiles_per_program,
+    num_programs,
     TILE: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
@@ -118,16 +119,16 @@ def wide_apply(
             matrix = load_block(whitening_ptr, block * BC + tl.arange(0, BC), columns, TILE.D, TILE.EVEN)
             taken += rounded_on(matrix, mean)
         offset -= scale * taken
-    first, last = share_of(program, tiles_per_program, M, TILE)
-    middle = full_until(first, last, TILE)
-    for start in range(first, middle, TILE.BL):
+    for k in range(full_tiles(program, num_programs, M, TILE)):
+        start = tile_start(k, program, num_programs, M, TILE)
         wide_forward_tile(
-            x_ptr, y_ptr, residual_ptr, whitening_ptr, mean_ptr, start, last, block, group, scale, offset, C, L,
+            x_ptr, y_ptr, residual_ptr, whitening_ptr, mean_ptr, start, M, block, group, scale, offset, C, L,
             TILE, True, AFTER,
         )  # fmt: skip
-    if middle < last:
+    start, has_rest = rest_of(program, num_programs, M, TILE)
+    if has_rest:
         wide_forward_tile(
-            x_ptr, y_ptr, residual_ptr, whitening_ptr, mean_ptr, middle, last, block, group, scale, offset, C, L,
+            x_ptr, y_ptr, residual_ptr, whitening_ptr, mean_ptr, start, M, block, group, scale, offset, C, L,
             TILE, False, AFTER,
         )  # fmt: skip
 
@@ -193,7 +194,7 @@ def wide_backward_tile(
     store_tile(dx_ptr, samples, channels, dx, start, last, valid, TILE, FULL)
 
 
-@triton.jit(do_not_specialize=["M", "tiles_per_program"])
+@triton.jit(do_not_specialize=["M", "num_programs"])
 def wide_apply_backward(
     grad_ptr,
     x_ptr,
@@ -207,7 +208,7 @@ def wide_apply_backward(
     M,
     C,
     L,
-    tiles_per_program,
+    num_programs,
     TILE: tl.constexpr,
     WEIGHT: tl.constexpr,
     RELU: tl.constexpr,
@@ -235,15 +236,15 @@ def wide_apply_backward(
             mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
             second = load_block(second_ptr, rows, columns, BD, True)
             offset -= rounded_on(second, mean)
-    first, last = share_of(program, tiles_per_program, M, TILE)
-    middle = full_until(first, last, TILE)
-    for start in range(first, middle, TILE.BL):
+    for k in range(full_tiles(program, num_programs, M, TILE)):
+        start = tile_start(k, program, num_programs, M, TILE)
         wide_backward_tile(
-            grad_ptr, x_ptr, output_ptr, dx_ptr, whitening_ptr, second_ptr, mean_ptr, weight_ptr, start, last, block,
+            grad_ptr, x_ptr, output_ptr, dx_ptr, whitening_ptr, second_ptr, mean_ptr, weight_ptr, start, M, block,
             group, offset, C, L, TILE, WEIGHT, True, RELU,
         )  # fmt: skip
-    if middle < last:
+    start, has_rest = rest_of(program, num_programs, M, TILE)
+    if has_rest:
         wide_backward_tile(
-            grad_ptr, x_ptr, output_ptr, dx_ptr, whitening_ptr, second_ptr, mean_ptr, weight_ptr, middle, last, block,
+            grad_ptr, x_ptr, output_ptr, dx_ptr, whitening_ptr, second_ptr, mean_ptr, weight_ptr, start, M, block,
             group, offset, C, L, TILE, WEIGHT, False, RELU,
         )  # fmt: skip

@@ -18,14 +18,17 @@ from iternorm.backends.triton.device.steps import below_diagonal, store_block, t
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,
-    full_until,
+    full_tiles,
     gradient_tile,
     load_tile,
     over_samples,
+    part_of,
+    rest_of,
     sample_offset,
     sample_offsets,
-    share_of,
     shifted,
+    tile_start,
+    turn_of_sums,
     zero_tile,
 )
 
@@ -87,7 +90,7 @@ def product_tile(
     return outer_product(a, x, gram, TILE), total
 
 
-@triton.jit(do_not_specialize=["M", "tiles_per_program", "num_programs"])
+@triton.jit(do_not_specialize=["M", "num_programs"])
 def wide_moments(
     a_ptr,
     x_ptr,
@@ -99,7 +102,6 @@ def wide_moments(
     M,
     C,
     L,
-    tiles_per_program,
     num_programs,
     TILE: tl.constexpr,
     SELF: tl.constexpr,
@@ -121,26 +123,28 @@ def wide_moments(
         column = pair % ACROSS
     _, left_valid, left_channels = channels_of(group, C, L, TILE, row * BC)
     right_features, right_valid, right_channels = channels_of(group, C, L, TILE, column * BC)
-    first, last = share_of(program, tiles_per_program, M, TILE)
     left_shift = tl.zeros([BC], dtype=tl.float32)
     if not SELF:
         right_shift = tl.load(mean_ptr + right_features, mask=right_valid, other=0.0)
     follow(PDL)
 
     if SELF:
-        left_shift = pilot_of(x_ptr, first, last, left_channels, left_valid, C, L, TILE)
-        right_shift = pilot_of(x_ptr, first, last, right_channels, right_valid, C, L, TILE)
+        first = tile_start(0, program, num_programs, M, TILE)
+        left_shift = pilot_of(x_ptr, first, M, left_channels, left_valid, C, L, TILE)
+        right_shift = pilot_of(x_ptr, first, M, right_channels, right_valid, C, L, TILE)
     gram = tl.zeros([BC, BC], dtype=tl.float32)
     total = zero_tile(TILE)
-    middle = full_until(first, last, TILE)
-    for start in tl.range(first, middle, TILE.BL, num_stages=TILE.STAGES):
+    count = full_tiles(program, num_programs, M, TILE)
+    for k in tl.range(0, count, num_stages=TILE.STAGES):
+        start = tile_start(turn_of_sums(k, count, TILE), program, num_programs, M, TILE)
         gram, total = product_tile(
-            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, last, left_shift, right_shift, left_channels,
+            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, M, left_shift, right_shift, left_channels,
             right_channels, left_valid, right_valid, C, L, gram, total, column == 0, TILE, SELF, True, PASSING,
         )  # fmt: skip
-    if middle < last:
+    start, has_rest = rest_of(program, num_programs, M, TILE)
+    if has_rest:
         gram, total = product_tile(
-            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, middle, last, left_shift, right_shift, left_channels,
+            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, M, left_shift, right_shift, left_channels,
             right_channels, left_valid, right_valid, C, L, gram, total, column == 0, TILE, SELF, False, PASSING,
         )  # fmt: skip
 
@@ -156,7 +160,7 @@ def wide_moments(
             tl.store(sums + slots * BD + rows, left_shift)
 
 
-@triton.jit(do_not_specialize=["M", "num_programs", "samples_per_program"])
+@triton.jit(do_not_specialize=["M", "num_programs", "unit"])
 def wide_reduce(
     workspace_ptr,
     matrix_ptr,
@@ -169,7 +173,7 @@ def wide_reduce(
     M,
     C,
     num_programs,
-    samples_per_program,
+    unit,
     D: tl.constexpr,
     BD: tl.constexpr,
     BC: tl.constexpr,
@@ -211,7 +215,7 @@ def wide_reduce(
         mask = present[:, None]
         row_sums = tl.load(sums_ptr + slot[:, None] * BD + rows[None, :], mask=mask, other=0.0)
         if SELF:
-            count = tl.maximum(tl.minimum(M - p * samples_per_program, samples_per_program), 0).to(tl.float32)
+            count = part_of(p, num_programs, M, unit).to(tl.float32)
             column_sums = tl.load(sums_ptr + slot[:, None] * BD + columns[None, :], mask=mask, other=0.0)
             row_delta = tl.load(pilots_ptr + slot[:, None] * BD + rows[None, :], mask=mask, other=0.0)
             row_delta = tl.where(mask, row_delta - anchor_rows[None, :], 0.0)
