@@ -61,7 +61,7 @@ def test_on_a_gpu_the_group_gathers_by_one_copy():
     sent, gathered = torch.arange(3.0), torch.empty(5, 3)
     with timing.absent_ranks(5, "cuda"):
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
-        with torch.profiler.profile() as found:
+        with torch.profiler.profile(acc_events=True) as found:
             backend._allgather_base(gathered, sent[None], AllgatherOptions()).wait()
     assert torch.equal(gathered, sent.repeat(5, 1))
     assert [event.count for event in found.key_averages() if event.key == "aten::copy_"] == [1]
