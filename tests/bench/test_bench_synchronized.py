@@ -1,9 +1,12 @@
 """The benchmark of synchronized layers: what is timed, what is sent, what fails is said."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from fake_gpu import FakeGpu
+from torch._C._distributed_c10d import AllgatherOptions
 
 from iternorm import IterNorm2d, SyncIterNorm, bench
 from iternorm.bench.gpu import synchronized as benchmark
@@ -52,6 +55,16 @@ def test_absent_ranks_have_the_batch_of_this_one():
         with pytest.raises(RuntimeError, match="initialized already"), timing.absent_ranks(2):
             pass
     torch.testing.assert_close(y, IterNorm2d(8, group_size=4)(x[:, :, None, None])[:, :, 0, 0])
+
+
+def test_on_a_gpu_the_group_gathers_by_one_copy():
+    sent, gathered = torch.arange(3.0), torch.empty(5, 3)
+    with timing.absent_ranks(5, "cuda"):
+        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
+        with torch.profiler.profile(acc_events=True) as found:
+            backend._allgather_base(gathered, sent[None], AllgatherOptions()).wait()
+    assert torch.equal(gathered, sent.repeat(5, 1))
+    assert [event.count for event in found.key_averages() if event.key == "aten::copy_"] == [1]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import copy
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from sync_ranks import Case, CountCollectives, error_of, own, prepared, run_steps, synchronized
 
 import iternorm
@@ -37,6 +38,7 @@ LARGE = {
     "wide": case((1, 0, 1), (140, 9, 9), steps=1, group_size=130),
 }
 COMPILED = ("empty rank",)
+FROM_CPP = case((5, 3, 4), (6, 2, 2), steps=3, group_size=4)
 
 
 def steps_of(cases: dict[str, Case], rank: int) -> dict:
@@ -53,6 +55,9 @@ def everything(rank: int) -> dict:
     results["another backend"] = run_steps(on_device(synchronized(mixed)), inputs(mixed, rank))
     for activation in (None, "relu"):
         results["residual", activation] = with_residual(ragged, rank, activation)
+    if DEVICE == "cpu":
+        for debugged in (False, True):
+            results["from C++", debugged] = from_cpp(FROM_CPP, rank, debugged)
     results["collectives"] = collectives(ragged, rank)
     layer = iternorm.SyncIterNorm(6, impl="triton").to(DEVICE)
     results["one value"] = error_of(layer, torch.randn(int(rank == 0), 6, device=DEVICE))
@@ -102,6 +107,24 @@ def residual_steps(layer, batches):
         gradients = {name: p.grad for name, p in layer.named_parameters()}
         results.append({"y": y.detach(), "x": x.grad, "z": z.grad, **gradients})
     return results, {name: b.clone() for name, b in layer.named_buffers()}
+
+
+def from_cpp(case: Case, rank: int, debugged: bool):
+    """Steps in a group of the user's, launched from C++ but for the first; and how many launches those were."""
+    import pytest
+    from driver import Driver
+    from torch._C._distributed_c10d import DebugLevel, set_debug_level
+
+    # As TORCH_DISTRIBUTED_DEBUG=DETAIL does. Functional collectives of torch 2.11 fail in such a group.
+    set_debug_level(DebugLevel.DETAIL if debugged else DebugLevel.OFF)
+    group = dist.new_group()
+    set_debug_level(DebugLevel.OFF)
+    with pytest.MonkeyPatch.context() as patch:
+        driver = Driver(patch)
+        layer = prepared(iternorm.SyncIterNorm(case.shape[0], process_group=group, **case.words))
+        # What has to be copied before it is read is launched from Python.
+        batches = [tuple(t.contiguous() for t in pair) for pair in inputs(case, rank)]
+        return run_steps(layer, batches), len(driver.launched)
 
 
 def collectives(case: Case, rank: int) -> dict[str, list[str]]:

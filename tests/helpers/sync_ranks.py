@@ -150,7 +150,7 @@ def everything(rank: int, size: int) -> dict:
     case = CASES["ragged groups"]
     results["collectives"] = collectives(case, rank)
     # As on a GPU, where gloo cannot gather.
-    with mock.patch.object(collective, "_sums", return_value=True):
+    with mock.patch.object(collective, "gathers_by_sum", return_value=True):
         results["gathered by a sum"] = run_steps(synchronized(case), own(case, rank))
 
     # Ranks 0 and 1 are one group, rank 2 is alone in another.

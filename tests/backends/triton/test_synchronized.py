@@ -54,6 +54,15 @@ def test_ranks_of_different_backends_understand_each_other(ranks):
 
 
 @pytest.mark.rare
+@pytest.mark.parametrize("debugged", [False, True])
+def test_ranks_that_exchange_from_cpp_equal_one_process(ranks, debugged):
+    found = [rank["from C++", debugged] for rank in ranks]
+    # All steps but the first, four kernels each way.
+    assert [launches for _, launches in found] == [16] * SIZE
+    assert_equal_to_one_process([steps for steps, _ in found], in_torch(sync_kernels.FROM_CPP))
+
+
+@pytest.mark.rare
 def test_all_ranks_keep_the_same_statistics_to_the_last_bit(ranks):
     for name in sync_kernels.CASES:
         for rank in ranks[1:]:

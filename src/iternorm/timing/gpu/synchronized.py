@@ -16,18 +16,22 @@ from iternorm.timing.gpu.networks import timed
 from iternorm.whitening import groups
 
 STEPS_A_TIMING = 20
+_BACKEND = "absent"
 
 
 @contextmanager
-def absent_ranks(size: int) -> Iterator[None]:
-    """A process group of so many ranks, whose collectives cost one operation: all ranks have the batch of this one.
+def absent_ranks(size: int, device: str = "cpu") -> Iterator[None]:
+    """A process group of so many ranks on one type of device: all have the batch of this one.
 
-    torch's "fake" group alone would copy what it gathers once for each rank, a launch each.
+    On a GPU an all-gather is one operation and a sum is none, both in the group, for layers that ask it from C++, and
+    in the functions of `torch.distributed`, for those that ask it from Python. The latter check nothing here.
     """
     if dist.is_initialized():
         raise RuntimeError("a process group is initialized already; run the benchmark without torchrun")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if not hasattr(dist.Backend, _BACKEND.upper()):
+        dist.Backend.register_backend(_BACKEND, _told_of_one, extended_api=True, devices=["cuda"])
     repeated: dict[int, Tensor] = {}
 
     def gather(output: Tensor, values: Tensor, *_: Any, **__: Any) -> None:
@@ -43,12 +47,24 @@ def absent_ranks(size: int) -> Iterator[None]:
     replaced: dict[str, Any] = {"all_reduce": reduce}
     # torch 2.13 has the second name too.
     replaced |= {name: gather for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)}
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    backend = _BACKEND if device == "cuda" else "fake"
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=size)
     try:
         with mock.patch.multiple(dist, **replaced):
             yield
     finally:
         dist.destroy_process_group()
+
+
+def _told_of_one(common: Any, options: Any) -> Any:
+    """torch's "fake" backend, told of one rank: it then fills all rows of what it gathers with one copy.
+
+    It would launch one for each rank.
+    """
+    from torch.testing._internal.distributed import fake_pg
+
+    common.group_size = 1
+    return fake_pg._create_fake_pg(common, options)
 
 
 class LayerStep:
@@ -78,7 +94,7 @@ def run_layers(shape: Shape, size: int, gpu: Gpu, rounds: int) -> dict:
         "SyncIterNorm": partial(SyncIterNorm, group_size=group_size),
     }
     steps = {name: partial(LayerStep, shape, gpu.device, make) for name, make in makers.items()}
-    with absent_ranks(size):
+    with absent_ranks(size, gpu.device.type):
         rows = timed(steps, gpu, rounds, STEPS_A_TIMING)
     alone = rows[1]["step_ms"]
     for row in rows:

@@ -79,7 +79,7 @@ def gather_moments(packed: Tensor, group: Group) -> Tensor:
 
 def gather_moments_eagerly(gathered: Tensor, packed: Tensor, group: Group) -> None:
     """`gather_moments` where nothing records the call."""
-    if _sums(packed, group):
+    if gathers_by_sum(packed, group):
         gathered.copy_(_gathered(packed, group))
     else:
         getattr(dist, _ALL_GATHER)(gathered, packed, group=_found(group))
@@ -130,20 +130,19 @@ def gather_integers(values: tuple[int, ...], group: Group, device: torch.device)
 def _gather_integers(
     values: tuple[int, ...], name: str, size: int, rank_in_gloo: int | None, device: str
 ) -> list[list[int]]:
-    gathered = _gathered(torch.tensor(values, device=device), Group(name, size, rank_in_gloo))
-    return gathered.view(size, -1).tolist()
+    return _gathered(torch.tensor([values], device=device), Group(name, size, rank_in_gloo)).tolist()
 
 
 def _gathered(values: Tensor, group: Group) -> Tensor:
-    """The vectors of all ranks, one after the other."""
+    """The tensors of all ranks, one after the other."""
     functional = torch.ops._c10d_functional
-    if not _sums(values, group):
+    if not gathers_by_sum(values, group):
         return functional.wait_tensor(functional.all_gather_into_tensor(values, group.size, group.name))
     parts = [values if rank == group.rank_in_gloo else torch.zeros_like(values) for rank in range(group.size)]
     return sum_over_ranks(torch.cat(parts), group)
 
 
-def _sums(values: Tensor, group: Group) -> bool:
+def gathers_by_sum(values: Tensor, group: Group) -> bool:
     """Whether a sum stands for the all-gather: gloo's crashes the process on a GPU (PyTorch's issue 152645)."""
     return group.rank_in_gloo is not None and values.device.type != "cpu"
 

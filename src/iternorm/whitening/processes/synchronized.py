@@ -40,7 +40,7 @@ def whiten_eagerly(
 ) -> Tensor:
     """`whiten` where nothing records or transforms the call; `repeated` are a layer's batches of this kind."""
     if repeated is not None:
-        y = repeated.without_python(x, weight, bias, settings, statistics, residual, _gradients, _collectives)
+        y = repeated.without_python(x, weight, bias, settings, statistics, residual, _gradients, _in_steps)
         if y is not None:
             return y
     return _apply_eager(modes.unwrapped(x), weight, bias, residual, settings, statistics)
@@ -56,6 +56,12 @@ def _collectives(group: collective.Group) -> tuple[Callable, Callable]:
         collective.sum_over_ranks_eagerly(sent, group)
 
     return gather, reduce
+
+
+def _in_steps(group: collective.Group, x: Tensor) -> tuple[tuple, tuple]:
+    """`_collectives`, each after the name of the group where C++ may ask that itself."""
+    gather, reduce = _collectives(group)
+    return (None if collective.gathers_by_sum(x, group) else group.name, gather), (group.name, reduce)
 
 
 @functools.cache

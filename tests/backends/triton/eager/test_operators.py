@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import correlated
+from equal_ranks import init_equal_ranks
 from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from iternorm import IterNorm2d, SyncIterNorm
@@ -158,21 +160,92 @@ def test_a_synchronized_step_from_cpp_is_that_from_python(activation, driver, mo
         assert torch.equal(ours, theirs)
 
 
-def test_an_error_of_a_collective_reaches_the_caller(driver, monkeypatch):
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        layer: Any = SyncIterNorm(6, group_size=4, num_iters=1, impl="triton")
-        for _ in range(2):
-            layer(batch().requires_grad_())
-
-        def fail(*arguments, **words):
-            raise dist.DistBackendError("a rank is gone")
-
-        for name in ("all_gather_into_tensor", "all_gather_single"):
-            monkeypatch.setattr(dist, name, fail, raising=False)
-        before = layer.running_whitening.clone()
-        with pytest.raises(dist.DistBackendError, match="a rank is gone"):
-            layer(batch().requires_grad_())
-        assert torch.equal(layer.running_whitening, before)
-    finally:
+@pytest.fixture
+def group():
+    """A function that makes a group of torch's fake ranks the default one."""
+    yield lambda options=None: dist.init_process_group(
+        "fake", store=FakeStore(), rank=0, world_size=2, pg_options=options
+    )
+    if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def warm_layer(driver) -> Any:
+    """A layer whose next step is launched from C++."""
+    layer = SyncIterNorm(6, group_size=4, num_iters=1, impl="triton")
+    for _ in range(2):
+        layer(batch().requires_grad_()).sum().backward()
+    assert len(driver.launched) == 8
+    return layer
+
+
+def test_cpp_asks_a_process_group_itself(driver, group, monkeypatch):
+    group()
+    layer = warm_layer(driver)
+    for name in ("all_gather_into_tensor", "all_gather_single", "all_reduce"):
+        monkeypatch.delattr(dist, name, raising=False)
+    layer(batch().requires_grad_()).sum().backward()
+    assert len(driver.launched) == 16
+
+
+def test_an_error_of_a_collective_reaches_the_caller(driver, group):
+    kind: Any = FakeProcessGroup
+    options = kind.Options()
+    group(options)
+    layer = warm_layer(driver)
+    y = layer(batch().requires_grad_())
+    before = layer.running_whitening.clone()
+    options.error_on_collective = True
+    # It names what failed.
+    with pytest.raises(RuntimeError, match="collective operation error"):
+        layer(batch().requires_grad_())
+    with pytest.raises(RuntimeError, match="collective operation error"):
+        y.sum().backward()
+    assert torch.equal(layer.running_whitening, before)
+
+
+def test_a_group_that_is_a_class_of_python_is_asked_in_python(driver, group):
+    group()
+    layer = warm_layer(driver)
+    dist.destroy_process_group()
+    # It has the name of the group before it.
+    other = init_equal_ranks(2)
+    x = batch().requires_grad_()
+    driver.launched.clear()
+    y = layer(x)
+    (found,) = torch.autograd.grad(y.sin().sum(), x)
+    assert len(driver.launched) == 8
+    assert other.asked == ["gather", "sum"]
+    # Twice the same batch is that batch.
+    alone = IterNorm2d(6, group_size=4, num_iters=1, impl="torch").double()
+    leaf = x.detach().double().requires_grad_()
+    expected = alone(leaf)
+    # Rounded in fp32.
+    torch.testing.assert_close(y, expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, torch.autograd.grad(expected.sin().sum(), leaf)[0].float(), rtol=1e-4, atol=1e-5)
+
+
+def test_an_error_of_a_group_in_python_reaches_the_caller(driver, group, monkeypatch):
+    group()
+    layer = warm_layer(driver)
+    dist.destroy_process_group()
+    other = init_equal_ranks(2)
+
+    def fail(*arguments):
+        raise dist.DistBackendError("a rank is gone")
+
+    for name in ("_allgather_base", "all_gather_single"):
+        monkeypatch.setattr(other, name, fail, raising=False)
+    before = layer.running_whitening.clone()
+    with pytest.raises(dist.DistBackendError, match="a rank is gone"):
+        layer(batch().requires_grad_())
+    assert torch.equal(layer.running_whitening, before)
+
+
+def test_a_step_after_the_end_of_its_group_says_so(driver, group):
+    group()
+    layer = warm_layer(driver)
+    y = layer(batch().requires_grad_())
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="process group"):
+        y.sum().backward()

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 import sync_kernels
 from checks import relative_error, state_of
+from equal_ranks import init_equal_ranks
 from gpu_checks import BUDGETS, activation
 from sync_checks import assert_equal_to_one_process, results_of, shared_results_of
 
@@ -22,7 +23,7 @@ from iternorm import (
     SyncDecorrelatedBatchNorm,
     SyncIterNorm,
 )
-from iternorm.whitening.processes import collective, synchronized
+from iternorm.whitening.processes import synchronized
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,9 +47,10 @@ def played_group():
 
 
 @pytest.fixture
-def equal_ranks(played_group, monkeypatch):
+def equal_ranks():
     """All ranks have the batch of this one, so that sums over them are multiples."""
-    monkeypatch.setattr(collective, "sum_over_ranks_eagerly", lambda sent, group: sent.mul_(group.size))
+    yield init_equal_ranks(RANKS)
+    dist.destroy_process_group()
 
 
 def in_torch(case):

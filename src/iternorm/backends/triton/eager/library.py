@@ -71,6 +71,8 @@ def source() -> build.Source:
     places = [home / "include", Path(triton.backends.nvidia.__file__).parent / "include"]
     includes = [*map(str, places), sysconfig.get_path("include")]
     flags = (*_COMPILE, *(word for place in includes for word in ("-isystem", place)))
+    if torch.distributed.is_available():
+        flags += ("-DWITH_PROCESS_GROUPS",)
     return build.Source(
         Path(__file__).with_name("step.cpp"),
         "step",

@@ -54,7 +54,7 @@ def step_for(
     settings: Any,
     statistics: Any,
     gradients: Callable[..., tuple],
-    collectives: Callable[[Any], tuple[Callable, Callable]] | None = None,
+    collectives: Callable[[Any, Tensor], tuple[tuple, tuple]] | None = None,
 ) -> Any:
     """A training step that `whiten` of `step.cpp` can take, or None if it has to be launched from Python.
 
@@ -64,8 +64,8 @@ def step_for(
         statistics: a `Running`, or None.
         gradients: the backward in Python, for what a step cannot do, such as a graph of the backward. It is given the
             plan and the settings, then what the step has.
-        collectives: for a process group, what fills its first argument from all ranks' second, and what sums its
-            argument over the ranks.
+        collectives: for a process group and x, what fills its first argument from all ranks' second, and what sums
+            its argument over the ranks; each after the name of the group where C++ may ask that itself, or None.
     """
     x, weight, bias, residual = tensors[:4]
     group = settings.process_group
@@ -76,7 +76,7 @@ def step_for(
     momentum = None if statistics is None else statistics.momentum
 
     def make() -> Any:
-        gather, reduce = (None, None) if collectives is None else collectives(group)
+        gather, reduce = (None, None) if collectives is None else collectives(group, x)
         forward = _forward_pass(plan, tensors, settings.eps, momentum, False, gather)
         backward = _backward_pass(plan, (x, weight, True, settings.relu, None), settings.eps, reduce)
         if forward is None or backward is None:
@@ -133,7 +133,7 @@ def _forward_pass(plan: Plan, tensors, eps: float, momentum: float | None, zeroe
     given = _numbered(parts)
     before = synchronized.moment_calls(given[0], given[8], given[11])
     after = synchronized.forward_calls(plan, given, eps, momentum)
-    return _pass(plan, parts, _joined(before, after), x, (len(before[0]), 12, 11, gather))
+    return _pass(plan, parts, _joined(before, after), x, (len(before[0]), 12, 11, *gather))
 
 
 def _backward_pass(plan: Plan, asked: tuple, eps: float, reduce) -> Any:
@@ -161,7 +161,7 @@ def _backward_pass(plan: Plan, asked: tuple, eps: float, reduce) -> Any:
     parts.append(_floats(plan.exchange.sums))
     before = synchronized.cross_calls(plan, _numbered(parts))
     after = synchronized.backward_calls(plan, _numbered(parts), eps)
-    return _pass(plan, parts, _joined(before, after), None, (len(before[0]), 12, -1, reduce))
+    return _pass(plan, parts, _joined(before, after), None, (len(before[0]), 12, -1, *reduce))
 
 
 def _given(tensor: Tensor | None, is_activation: bool = False) -> Part:

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -29,6 +30,15 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/library.h>
+
+// Set by library.py where torch was built with process groups.
+#ifdef WITH_PROCESS_GROUPS
+#if __has_include(<torch/csrc/distributed/c10d/GroupRegistry.hpp>)
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#else
+#undef WITH_PROCESS_GROUPS
+#endif
+#endif
 
 namespace {
 
@@ -86,12 +96,21 @@ struct Held {
   }
 };
 
+// A collective in the middle of a pass: an all-gather, or a sum in place where nothing else is sent.
+struct Exchange {
+  // After so many launches; negative is no collective.
+  int after = -1;
+  // Tensors by number; what is sent is negative for a sum.
+  int filled = -1, sent = -1;
+  // The name of a process group to be asked here, or nothing. Python can always ask it.
+  std::string group;
+  Held in_python;
+};
+
 struct Pass : torch::CustomClassHolder {
   Launcher launcher;
   std::vector<Launch> launches;
-  // After so many launches the collective is called with these tensors, by number; negative is no collective.
-  int exchanged_after = -1, exchanged[2] = {-1, -1};
-  Held collective;
+  Exchange exchange;
   std::vector<Part> parts;
   at::Device device = at::kCPU;
   std::vector<int64_t> sizes, strides;
@@ -187,13 +206,55 @@ void launch(const Pass& pass, const Launch& launch, void* stream, const std::vec
   TORCH_CHECK(error == CUDA_SUCCESS, "a launch of a whitening kernel failed: CUDA error ", static_cast<int>(error));
 }
 
-void call_collective(const Pass& pass, const variable_list& tensors) {
+#ifdef WITH_PROCESS_GROUPS
+// The newer versions then use the current stream.
+template <class Options>
+void synchronous(Options& options) {
+  if constexpr (requires { options.asyncOp; }) options.asyncOp = false;
+}
+
+// As `torch.distributed` asks a group, which has a new name for an all-gather since torch 2.13.
+template <class Group>
+c10::intrusive_ptr<c10d::Work> asked(Group& group, const Tensor& filled, const Tensor& sent) {
+  if (!sent.defined()) {
+    std::vector<Tensor> summed = {filled};
+    c10d::AllreduceOptions options;
+    synchronous(options);
+    return group.allreduce(summed, options);
+  }
+  c10d::AllgatherOptions options;
+  synchronous(options);
+  // A row for each rank: backends that copy rather than communicate fill it in one go.
+  Tensor row = sent.view({1, sent.numel()}), rows = filled.view({-1, sent.numel()});
+  if constexpr (requires { group.all_gather_single(rows, row, options); })
+    return group.all_gather_single(rows, row, options);
+  else
+    return group._allgather_base(rows, row, options);
+}
+#endif
+
+// Without Python; false, with nothing done, for a group that is a class of Python's, whose methods C++ does not reach.
+bool exchanged_here(const std::string& name, const Tensor& filled, const Tensor& sent) {
+#ifdef WITH_PROCESS_GROUPS
+  if (name.empty()) return false;
+  // By name each time: another group may have it after this one is destroyed.
+  const auto group = c10d::resolve_process_group(name);
+  if (typeid(*group) != typeid(c10d::ProcessGroup)) return false;
+  const auto work = asked(*group, filled, sent);
+  // On a GPU the stream waits, not the host. There is none where the collective has been put on the current stream.
+  if (work) work->wait();
+  return true;
+#else
+  return false;
+#endif
+}
+
+void call_collective(const Exchange& exchange, const variable_list& tensors) {
+  const Tensor &filled = tensors[exchange.filled], sent = exchange.sent < 0 ? Tensor() : tensors[exchange.sent];
+  if (exchanged_here(exchange.group, filled, sent)) return;
   pybind11::gil_scoped_acquire gil;
-  variable_list given;
-  for (int number : pass.exchanged)
-    if (number >= 0) given.push_back(tensors[number]);
-  THPObjectPtr arguments(wrapped(given));
-  THPObjectPtr result(PyObject_CallObject(pass.collective.object, arguments));
+  THPObjectPtr arguments(wrapped(sent.defined() ? variable_list{filled, sent} : variable_list{filled}));
+  THPObjectPtr result(PyObject_CallObject(exchange.in_python.object, arguments));
   if (!result) throw_python_error();
 }
 
@@ -218,7 +279,7 @@ bool run(const Pass& pass, variable_list& tensors) {
   if (together & 15) return false;
   void* stream = current_stream(input.device());
   for (int i = 0; i < static_cast<int>(pass.launches.size()); ++i) {
-    if (i == pass.exchanged_after) call_collective(pass, placed);
+    if (i == pass.exchange.after) call_collective(pass.exchange, placed);
     launch(pass, pass.launches[i], stream, addresses);
   }
   tensors = std::move(placed);
@@ -452,7 +513,8 @@ Launch launch_from(PyObject* described) {
 }
 
 // make_pass(launcher, launches, parts, tf32, exchange): of each part its origin, its number of elements, an example and
-// whether it is an activation; exchange is None, or after how many launches, the numbers of two tensors, what to call.
+// whether it is an activation; exchange is None, or after how many launches, the numbers of two tensors, the name of a
+// process group or None, and what to call in Python.
 PyObject* make_pass(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
   auto pass = c10::make_intrusive<Pass>();
@@ -484,11 +546,12 @@ PyObject* make_pass(PyObject*, PyObject* arguments) {
   }
   if (tf32 != Py_None) pass->tf32 = tf32 == Py_True;
   if (exchange != Py_None) {
-    PyObject* collective;
-    if (!PyArg_ParseTuple(
-            exchange, "iiiO", &pass->exchanged_after, &pass->exchanged[0], &pass->exchanged[1], &collective))
-      return nullptr;
-    pass->collective.hold(collective);
+    Exchange& made = pass->exchange;
+    const char* group;
+    PyObject* in_python;
+    if (!PyArg_ParseTuple(exchange, "iiizO", &made.after, &made.filled, &made.sent, &group, &in_python)) return nullptr;
+    if (group != nullptr) made.group = group;
+    made.in_python.hold(in_python);
   }
   return capsule_of(std::move(pass), PASS, [](PyObject* capsule) {
     delete static_cast<c10::intrusive_ptr<Pass>*>(PyCapsule_GetPointer(capsule, PASS));
