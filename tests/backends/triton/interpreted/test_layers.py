@@ -119,12 +119,20 @@ def test_a_mean_of_a_thousand_deviations_costs_no_more_than_rounding_the_input(l
     assert relative_error(y, reference.iter_norm(x.double(), group_size=8)) < 1e-4
 
 
-@pytest.mark.parametrize(("channels", "group_size"), [(20, 8), (130, 130)])
-def test_runs_of_samples_with_means_of_their_own_are_joined(channels, group_size, monkeypatch):
-    # Enough programs that each block of a wide group is shared by four.
-    monkeypatch.setattr(runtime, "_INTERPRETER", runtime._INTERPRETER._replace(num_sms=24))
+# 24 multiprocessors: enough programs that each block of a wide group is shared by four. 6: two programs of a group,
+# both with several of its seven tiles, the last of which is not full.
+@pytest.mark.parametrize(
+    ("channels", "group_size", "num_sms", "length", "last"),
+    [(20, 8, 24, 1, True), (130, 130, 24, 1, True), (20, 8, 6, 20, False), (20, 8, 6, 20, True)],
+)
+def test_samples_with_means_of_their_own_are_joined(channels, group_size, num_sms, length, last, monkeypatch):
+    monkeypatch.setattr(runtime, "_INTERPRETER", runtime._INTERPRETER._replace(num_sms=num_sms))
     monkeypatch.setattr(plan, "_plans", {})
-    x = torch.randn(400, channels) + 0.05 * torch.arange(400.0)[:, None] * torch.randn(channels)
+    drift = 0.05 * torch.arange(400.0)[:, None] * torch.randn(channels)
+    x = torch.randn(400, channels) + drift
+    if length > 1:
+        x = x.view(-1, 4, 5, channels).permute(0, 3, 1, 2)
+        x = x if last else x.contiguous()
     layer = layer_for(x.shape, group_size=group_size, num_iters=1)
     x.requires_grad_()
     y = layer(x)
@@ -137,7 +145,8 @@ def test_runs_of_samples_with_means_of_their_own_are_joined(channels, group_size
     assert min(shared) > 1
     actual = (y, x.grad, layer.weight.grad, layer.bias.grad)
     assert worst(relative_error(a, b) for a, b in zip(actual, (expected, *wanted), strict=True)) < 2e-6
-    assert relative_error(layer.running_mean, 0.1 * x.detach().double().mean(0)) < 2e-6
+    mean = x.detach().double().transpose(0, 1).flatten(1).mean(1)
+    assert relative_error(layer.running_mean, 0.1 * mean) < 2e-6
 
 
 # What is averaged, momentum, group size, number of steps.
