@@ -129,6 +129,7 @@ def test_sums_of_a_long_item_are_not_truncated():
     x = torch.randn(300, 32, 256, 256, device="cuda", dtype=torch.bfloat16)
     _, state, plan = items.forward(x, None, None, 32, 32, 5, 1e-5, False, False)
     variance = parts_of(state, plan)[1][: 300 * 32].view(300, 32)
-    # One program adds up 65536 samples, each rounded to bfloat16 once more: 1e-5. Where tensor cores truncate each sum,
-    # the error is 3e-4 in simulation.
-    assert relative_error(variance, x.double().var((2, 3), correction=0)) < 5e-5
+    error = variance.double() / x.double().var((2, 3), correction=0) - 1
+    # One program adds up 65536 samples. Rounded to bfloat16 about one pilot they leave 2e-4 in each variance, of either
+    # sign, and 5e-6 in the mean of these. Where tensor cores truncate each sum, all are 3e-4 too small. In simulation.
+    assert error.mean().abs() < 5e-5

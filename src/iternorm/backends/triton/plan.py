@@ -402,7 +402,7 @@ class Plan:
         return size
 
     def _unit_of(self, name: str) -> int:
-        """Of how many samples each the pieces are that go round among the programs of a launch: `tiles.part_of`."""
+        """Of how many samples each the pieces are that go round among the programs of a launch: `tiles.samples_of`."""
         samples = self._tiles(name).samples
         tiles = -(-self.layout.samples // samples)
         return samples if self.layout.rows else samples * -(-tiles // self.num_programs(name))

@@ -1,6 +1,6 @@
 """Moments of an activation: partial sums by block of samples, then their reduction. Forward and backward.
 
-One program sums a run of tiles of one group. It writes its own partial matrix, so that no floating-point atomics are
+One program sums some tiles of one group. It writes its own partial matrix, so that no floating-point atomics are
 needed and two runs give the same bits. A second, small kernel adds the partials, many rows at a time.
 """
 
@@ -19,9 +19,9 @@ from iternorm.backends.triton.device.tiles import (
     gradient_tile,
     load_tile,
     over_samples,
-    part_of,
     rest_of,
     sample_offsets,
+    samples_of,
     shifted,
     tile_start,
     turn_of_sums,
@@ -187,10 +187,7 @@ def sum_tiles(
     SELF: tl.constexpr,
     PASSING: tl.constexpr,
 ):
-    """Σ a (x - shift)ᵀ over a program's share of the tiles, a tile whose sum is Σ a, and the shift.
-
-    From the end, which was written last, to the beginning, where what applies a matrix starts.
-    """
+    """Σ a (x - shift)ᵀ over a program's share of the tiles, a tile whose sum is Σ a, and the shift."""
     gram, mixed = no_products(TILE)
     total = zero_tile(TILE)
     count = full_tiles(program, num_programs, M, TILE)
@@ -327,7 +324,7 @@ def reduce_moments(
             wanted = mask & (row + tl.zeros_like(columns)[None, :] == 0)
         s = tl.load(sums_ptr + place, mask=wanted, other=0.0)
         if SELF:
-            count = part_of(program, num_programs, M // SPAN, unit).to(tl.float32)
+            count = samples_of(program, num_programs, M // SPAN, unit).to(tl.float32)
             delta = tl.load(pilots_ptr + place, mask=mask, other=0.0)
             delta = tl.where(mask, delta - anchor[None, :], 0.0)
             s_row = tl.load(sums_ptr + row_place, mask=present, other=0.0)

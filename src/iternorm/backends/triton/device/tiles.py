@@ -152,7 +152,7 @@ def rest_of(program, num_programs, M, TILE: tl.constexpr):
 
 
 @triton.jit
-def part_of(program, num_programs, M, unit):
+def samples_of(program, num_programs, M, unit):
     """How many of M samples programs have among whom pieces of `unit` samples go round; a run is one piece."""
     rounds = M // (num_programs * unit)
     left = M - (rounds * num_programs + program) * unit

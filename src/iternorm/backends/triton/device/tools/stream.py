@@ -16,9 +16,9 @@ from iternorm.backends.triton.device.tiles import (
     full_tiles,
     load_tile,
     over_samples,
-    part_of,
     rest_of,
     sample_offsets,
+    samples_of,
     shifted,
     tile_start,
 )
@@ -212,7 +212,7 @@ def join_stream(
             s_row = tl.load(sums_ptr + p * BD + row, mask=present, other=0.0).to(tl.float64)
             delta_row = tl.load(pilots_ptr + p * BD + row, mask=present, other=0.0).to(tl.float64)
             delta_row = tl.where(present, delta_row - anchor_row, 0.0)
-            count = part_of(p, num_programs, M, unit).to(tl.float64)
+            count = samples_of(p, num_programs, M, unit).to(tl.float64)
             moved = s + count[:, None] * delta
             line += block.to(tl.float64) + (s_row[:, None] * delta + delta_row[:, None] * moved)
             total += moved

@@ -1,4 +1,4 @@
-"""Maps of groups too wide for one program: a program has a block of the output's channels, and a run of samples.
+"""Maps of groups too wide for one program: a program has a block of the output's channels, and some of the samples.
 
 For groups above 128 channels, and for smaller matrices that a GPU has no room for. Blocks are those of `wide_moments`;
 what `apply` does with matrices on chip is done here block by block, and a block is loaded for every tile. A launch is

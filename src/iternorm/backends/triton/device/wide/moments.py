@@ -1,4 +1,4 @@
-"""Moments of groups too wide for one program: a program has a pair of blocks of channels, and a run of samples.
+"""Moments of groups too wide for one program: a program has a pair of blocks of channels, and some tiles.
 
 For groups above 128 channels. Their matrices are divided into blocks of `BC` channels; `BD` is the group size rounded
 up to full blocks. What `moments` does for other groups is done here block by block. Programs that read the same samples
@@ -22,23 +22,23 @@ from iternorm.backends.triton.device.tiles import (
     gradient_tile,
     load_tile,
     over_samples,
-    part_of,
     rest_of,
     sample_offset,
     sample_offsets,
+    samples_of,
     shifted,
     tile_start,
     turn_of_sums,
     zero_tile,
 )
 
-# Samples whose mean is taken out of a run before its products.
+# Samples whose mean is taken out of a program's tiles before their products.
 PILOTS = tl.constexpr(16)
 
 
 @triton.jit
 def pilot_of(x_ptr, first, last, channels, valid, C, L, TILE: tl.constexpr):
-    """The mean of a run's first samples, added one by one: the same bits in every program of the run."""
+    """The mean of the first samples, added one by one: the same bits in every program that has these tiles."""
     BC: tl.constexpr = TILE.BC
     pilot = tl.zeros([BC], dtype=tl.float32)
     for k in tl.static_range(PILOTS):
@@ -215,7 +215,7 @@ def wide_reduce(
         mask = present[:, None]
         row_sums = tl.load(sums_ptr + slot[:, None] * BD + rows[None, :], mask=mask, other=0.0)
         if SELF:
-            count = part_of(p, num_programs, M, unit).to(tl.float32)
+            count = samples_of(p, num_programs, M, unit).to(tl.float32)
             column_sums = tl.load(sums_ptr + slot[:, None] * BD + columns[None, :], mask=mask, other=0.0)
             row_delta = tl.load(pilots_ptr + slot[:, None] * BD + rows[None, :], mask=mask, other=0.0)
             row_delta = tl.where(mask, row_delta - anchor_rows[None, :], 0.0)
