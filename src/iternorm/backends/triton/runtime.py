@@ -148,8 +148,8 @@ class Launch:
         self.dependent = dependent
         self._options = {"num_warps": warps}
         if device.type == "cuda" and not INTERPRETED:
-            # Of the others only the width matters: 2 stands for 32 bits, 2^31 for 64.
-            typical = (n if i in specialized else (2 if n < 2**31 else 2**31) for i, n in enumerate(integers))
+            # Of the others only the width matters: 2 stands for 32 bits, 2^31 for 64. A loop may go a step too far.
+            typical = (n if i in specialized else (2 if n < 2**31 - 2**20 else 2**31) for i, n in enumerate(integers))
             types = (*pointers, *floats, *typical)
             able = device_of(device).launches_dependents
             fixed = (*constants.items(), ("PDL", able))

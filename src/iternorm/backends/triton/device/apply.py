@@ -16,16 +16,14 @@ from iternorm.backends.triton.device.tiles import (
     channels_of,
     finished,
     follow,
-    full_tiles,
     load_tile,
     load_vector,
     matrix_of,
     passed,
-    rest_of,
     sample_offsets,
+    share_of,
     shifted,
     store_tile,
-    tile_start,
     zero_tile,
 )
 
@@ -97,15 +95,14 @@ def forward_tiles(
     if TILE.PARTS == 1:
         offset -= rounded_on(matrix, mean)
     operand = as_operand(matrix, TILE)
-    for k in tl.range(0, full_tiles(program, num_programs, M, TILE), num_stages=TILE.STAGES):
-        start = tile_start(k, program, num_programs, M, TILE)
+    first, end, step, has_rest = share_of(program, num_programs, M, TILE)
+    for start in tl.range(first, end, step, num_stages=TILE.STAGES):
         forward_tile(
             x_ptr, y_ptr, residual_ptr, start, M, operand, mean, offset, channels, valid, C, L, TILE, True, AFTER
         )
-    start, has_rest = rest_of(program, num_programs, M, TILE)
     if has_rest:
         forward_tile(
-            x_ptr, y_ptr, residual_ptr, start, M, operand, mean, offset, channels, valid, C, L, TILE, False, AFTER
+            x_ptr, y_ptr, residual_ptr, end, M, operand, mean, offset, channels, valid, C, L, TILE, False, AFTER
         )
 
 
@@ -207,16 +204,15 @@ def backward_tiles(
     of_x = as_operand(second_matrix, TILE)
     if TILE.PARTS == 1:
         offset -= rounded_on(second_matrix, mean)
-    for k in tl.range(0, full_tiles(program, num_programs, M, TILE), num_stages=TILE.STAGES):
-        start = tile_start(k, program, num_programs, M, TILE)
+    first, end, step, has_rest = share_of(program, num_programs, M, TILE)
+    for start in tl.range(first, end, step, num_stages=TILE.STAGES):
         backward_tile(
             grad_ptr, x_ptr, output_ptr, dx_ptr, start, M, of_grad, of_x, mean, offset, channels, valid, C, L,
             TILE, True, RELU,
         )  # fmt: skip
-    start, has_rest = rest_of(program, num_programs, M, TILE)
     if has_rest:
         backward_tile(
-            grad_ptr, x_ptr, output_ptr, dx_ptr, start, M, of_grad, of_x, mean, offset, channels, valid, C, L,
+            grad_ptr, x_ptr, output_ptr, dx_ptr, end, M, of_grad, of_x, mean, offset, channels, valid, C, L,
             TILE, False, RELU,
         )  # fmt: skip
 

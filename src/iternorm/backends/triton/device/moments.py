@@ -15,16 +15,14 @@ from iternorm.backends.triton.device.running import copy_count
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,
-    full_tiles,
     gradient_tile,
+    in_order_of_sums,
     load_tile,
     over_samples,
-    rest_of,
     sample_offsets,
     samples_of,
+    share_of,
     shifted,
-    tile_start,
-    turn_of_sums,
     zero_tile,
 )
 
@@ -190,17 +188,16 @@ def sum_tiles(
     """Σ a (x - shift)ᵀ over a program's share of the tiles, a tile whose sum is Σ a, and the shift."""
     gram, mixed = no_products(TILE)
     total = zero_tile(TILE)
-    count = full_tiles(program, num_programs, M, TILE)
-    for k in tl.range(0, count, num_stages=TILE.STAGES):
-        start = tile_start(turn_of_sums(k, count, TILE), program, num_programs, M, TILE)
+    first, end, step, has_rest = share_of(program, num_programs, M, TILE)
+    for turn in tl.range(first, end, step, num_stages=TILE.STAGES):
+        start = in_order_of_sums(turn, first, end, step, TILE)
         gram, mixed, total, shift = gram_tile(
-            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, k == 0, M, shift, channels, valid, C, L, gram,
+            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, turn == first, M, shift, channels, valid, C, L, gram,
             mixed, total, TILE, SELF, True, PASSING,
         )  # fmt: skip
-    start, has_rest = rest_of(program, num_programs, M, TILE)
     if has_rest:
         gram, mixed, total, shift = gram_tile(
-            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, count == 0, M, shift, channels, valid, C, L, gram,
+            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, end, end <= first, M, shift, channels, valid, C, L, gram,
             mixed, total, TILE, SELF, False, PASSING,
         )  # fmt: skip
     if SELF:

@@ -97,58 +97,37 @@ def load_vector(ptr, features, valid, PRESENT: tl.constexpr, default: tl.constex
 
 
 @triton.jit
-def full_tiles(program, num_programs, M, TILE: tl.constexpr):
-    """How many full tiles a program has.
+def share_of(program, num_programs, M, TILE: tl.constexpr):
+    """A program's tiles: the first sample of the first, the end of the full ones, and how far they are apart.
 
-    Those of rows go round, program after program, so that all programs are at one place of the activation at any time
-    (docs/decisions/tile-order.md). Of planes a program has a run. A program beyond `num_programs` has none.
+    Also whether the tile that is not full, which begins at that end, is this program's. Tiles of rows go round, program
+    after program, so that all programs are at one place of the activation at any time (docs/decisions/tile-order.md).
+    Of planes a program has a run. A program beyond `num_programs` has none.
     """
-    tiles = M // TILE.BL
     if TILE.ROWS:
-        count = (tiles - program + num_programs - 1) // num_programs
+        first = program * TILE.BL
+        step = num_programs * TILE.BL
+        end = tl.where(program < num_programs, M // TILE.BL * TILE.BL, 0)
+        has_rest = (end < M) & (M // TILE.BL % num_programs == program)
     else:
-        each = run_of(num_programs, M, TILE)
-        count = tl.minimum(tl.maximum(tiles - program * each, 0), each)
-    return tl.where(program < num_programs, count, 0)
+        each = tl.cdiv(tl.cdiv(M, TILE.BL), num_programs) * TILE.BL
+        first = program * each
+        step = TILE.BL
+        last = tl.maximum(tl.minimum(first + each, M), first)
+        end = first + (last - first) // TILE.BL * TILE.BL
+        has_rest = end < last
+    return first, end, step, has_rest
 
 
 @triton.jit
-def run_of(num_programs, M, TILE: tl.constexpr):
-    """The tiles of a program, full or not, that has a run of them."""
-    return tl.cdiv(tl.cdiv(M, TILE.BL), num_programs)
-
-
-@triton.jit
-def tile_start(turn, program, num_programs, M, TILE: tl.constexpr):
-    """The first sample of a program's tile of this turn."""
-    if TILE.ROWS:
-        tile = program + turn * num_programs
-    else:
-        tile = program * run_of(num_programs, M, TILE) + turn
-    return tile * TILE.BL
-
-
-@triton.jit
-def turn_of_sums(k, count, TILE: tl.constexpr):
-    """The turn of the k-th of so many tiles that are added up.
+def in_order_of_sums(start, first, end, step, TILE: tl.constexpr):
+    """The tile that is added up when this one would be, counted from the first.
 
     Of rows the last come first: they were written last, and what applies a matrix next begins with the first.
     """
-    turn = k
     if TILE.ROWS:
-        turn = count - 1 - k
-    return turn
-
-
-@triton.jit
-def rest_of(program, num_programs, M, TILE: tl.constexpr):
-    """The first sample of the tile that is not full, and whether there is one and it is this program's."""
-    tiles = M // TILE.BL
-    if TILE.ROWS:
-        owner = tiles % num_programs
-    else:
-        owner = tiles // run_of(num_programs, M, TILE)
-    return tiles * TILE.BL, (tiles * TILE.BL < M) & (owner == program)
+        start = first + (end - 1 - first) // step * step - (start - first)
+    return start
 
 
 @triton.jit

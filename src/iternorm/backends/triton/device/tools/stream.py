@@ -13,14 +13,12 @@ from iternorm.backends.triton.device.running import finite
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,
-    full_tiles,
     load_tile,
     over_samples,
-    rest_of,
     sample_offsets,
     samples_of,
+    share_of,
     shifted,
-    tile_start,
 )
 
 
@@ -118,18 +116,17 @@ def stream_moments(
     _, valid, channels = channels_of(0, C, L, TILE)
     follow(PDL)
 
-    shift = pilot_of(x_ptr, tile_start(0, program, num_programs, M, TILE), M, channels, valid, C, L, TILE)
+    first, end, step, has_rest = share_of(program, num_programs, M, TILE)
+    shift = pilot_of(x_ptr, first, M, channels, valid, C, L, TILE)
     gram = tl.zeros([BD, BD], dtype=tl.float32)
     total = tl.zeros([APART, BD], dtype=tl.float32)
     squares = total
     # First, while there is nothing else in registers.
-    start, has_rest = rest_of(program, num_programs, M, TILE)
     if has_rest:
         gram, total, squares = stream_tile(
-            x_ptr, start, M, shift, valid, channels, gram, total, squares, C, L, TILE, False
+            x_ptr, end, M, shift, valid, channels, gram, total, squares, C, L, TILE, False
         )
-    for k in tl.range(0, full_tiles(program, num_programs, M, TILE), num_stages=TILE.STAGES):
-        start = tile_start(k, program, num_programs, M, TILE)
+    for start in tl.range(first, end, step, num_stages=TILE.STAGES):
         gram, total, squares = stream_tile(
             x_ptr, start, M, shift, valid, channels, gram, total, squares, C, L, TILE, True
         )

@@ -18,15 +18,13 @@ from iternorm.backends.triton.device.tiles import (
     channels_of,
     finished,
     follow,
-    full_tiles,
     load_tile,
     load_vector,
     passed,
-    rest_of,
     sample_offsets,
+    share_of,
     shifted,
     store_tile,
-    tile_start,
     zero_tile,
 )
 
@@ -119,16 +117,15 @@ def wide_apply(
             matrix = load_block(whitening_ptr, block * BC + tl.arange(0, BC), columns, TILE.D, TILE.EVEN)
             taken += rounded_on(matrix, mean)
         offset -= scale * taken
-    for k in range(full_tiles(program, num_programs, M, TILE)):
-        start = tile_start(k, program, num_programs, M, TILE)
+    first, end, step, has_rest = share_of(program, num_programs, M, TILE)
+    for start in range(first, end, step):
         wide_forward_tile(
             x_ptr, y_ptr, residual_ptr, whitening_ptr, mean_ptr, start, M, block, group, scale, offset, C, L,
             TILE, True, AFTER,
         )  # fmt: skip
-    start, has_rest = rest_of(program, num_programs, M, TILE)
     if has_rest:
         wide_forward_tile(
-            x_ptr, y_ptr, residual_ptr, whitening_ptr, mean_ptr, start, M, block, group, scale, offset, C, L,
+            x_ptr, y_ptr, residual_ptr, whitening_ptr, mean_ptr, end, M, block, group, scale, offset, C, L,
             TILE, False, AFTER,
         )  # fmt: skip
 
@@ -236,15 +233,14 @@ def wide_apply_backward(
             mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
             second = load_block(second_ptr, rows, columns, BD, True)
             offset -= rounded_on(second, mean)
-    for k in range(full_tiles(program, num_programs, M, TILE)):
-        start = tile_start(k, program, num_programs, M, TILE)
+    first, end, step, has_rest = share_of(program, num_programs, M, TILE)
+    for start in range(first, end, step):
         wide_backward_tile(
             grad_ptr, x_ptr, output_ptr, dx_ptr, whitening_ptr, second_ptr, mean_ptr, weight_ptr, start, M, block,
             group, offset, C, L, TILE, WEIGHT, True, RELU,
         )  # fmt: skip
-    start, has_rest = rest_of(program, num_programs, M, TILE)
     if has_rest:
         wide_backward_tile(
-            grad_ptr, x_ptr, output_ptr, dx_ptr, whitening_ptr, second_ptr, mean_ptr, weight_ptr, start, M, block,
+            grad_ptr, x_ptr, output_ptr, dx_ptr, whitening_ptr, second_ptr, mean_ptr, weight_ptr, end, M, block,
             group, offset, C, L, TILE, WEIGHT, False, RELU,
         )  # fmt: skip

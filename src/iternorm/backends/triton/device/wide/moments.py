@@ -18,17 +18,15 @@ from iternorm.backends.triton.device.steps import below_diagonal, store_block, t
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,
-    full_tiles,
     gradient_tile,
+    in_order_of_sums,
     load_tile,
     over_samples,
-    rest_of,
     sample_offset,
     sample_offsets,
     samples_of,
+    share_of,
     shifted,
-    tile_start,
-    turn_of_sums,
     zero_tile,
 )
 
@@ -128,23 +126,21 @@ def wide_moments(
         right_shift = tl.load(mean_ptr + right_features, mask=right_valid, other=0.0)
     follow(PDL)
 
+    first, end, step, has_rest = share_of(program, num_programs, M, TILE)
     if SELF:
-        first = tile_start(0, program, num_programs, M, TILE)
         left_shift = pilot_of(x_ptr, first, M, left_channels, left_valid, C, L, TILE)
         right_shift = pilot_of(x_ptr, first, M, right_channels, right_valid, C, L, TILE)
     gram = tl.zeros([BC, BC], dtype=tl.float32)
     total = zero_tile(TILE)
-    count = full_tiles(program, num_programs, M, TILE)
-    for k in tl.range(0, count, num_stages=TILE.STAGES):
-        start = tile_start(turn_of_sums(k, count, TILE), program, num_programs, M, TILE)
+    for turn in tl.range(first, end, step, num_stages=TILE.STAGES):
+        start = in_order_of_sums(turn, first, end, step, TILE)
         gram, total = product_tile(
             a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, M, left_shift, right_shift, left_channels,
             right_channels, left_valid, right_valid, C, L, gram, total, column == 0, TILE, SELF, True, PASSING,
         )  # fmt: skip
-    start, has_rest = rest_of(program, num_programs, M, TILE)
     if has_rest:
         gram, total = product_tile(
-            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, M, left_shift, right_shift, left_channels,
+            a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, end, M, left_shift, right_shift, left_channels,
             right_channels, left_valid, right_valid, C, L, gram, total, column == 0, TILE, SELF, False, PASSING,
         )  # fmt: skip
 
