@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_gpu import FakeGpu
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 
 from iternorm import IterNorm2d, SyncIterNorm, bench
 from iternorm.bench.gpu import synchronized as benchmark
@@ -57,14 +57,18 @@ def test_absent_ranks_have_the_batch_of_this_one():
     torch.testing.assert_close(y, IterNorm2d(8, group_size=4)(x[:, :, None, None])[:, :, 0, 0])
 
 
-def test_on_a_gpu_the_group_gathers_by_one_copy():
-    sent, gathered = torch.arange(3.0), torch.empty(5, 3)
+def test_on_a_gpu_collectives_do_nothing():
+    sent, gathered, integers = torch.arange(3.0), torch.zeros(15), torch.tensor([[4, 5]])
+    agreed = torch.zeros(5, 2, dtype=torch.int64)
     with timing.absent_ranks(5, "cuda"):
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
-        with torch.profiler.profile(acc_events=True) as found:
-            backend._allgather_base(gathered, sent[None], AllgatherOptions()).wait()
-    assert torch.equal(gathered, sent.repeat(5, 1))
-    assert [event.count for event in found.key_averages() if event.key == "aten::copy_"] == [1]
+        backend._allgather_base(gathered, sent, AllgatherOptions()).wait()
+        backend.allreduce([sent], AllreduceOptions()).wait()
+        # Whether ranks agree is answered.
+        backend._allgather_base(agreed, integers, AllgatherOptions()).wait()
+    assert torch.equal(gathered, torch.zeros(15))
+    assert torch.equal(sent, torch.arange(3.0))
+    assert torch.equal(agreed, integers.repeat(5, 1))
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from iternorm.timing.gpu.cases import Shape
 from iternorm.timing.gpu.clock import Gpu
@@ -16,55 +16,33 @@ from iternorm.timing.gpu.networks import timed
 from iternorm.whitening import groups
 
 STEPS_A_TIMING = 20
-_BACKEND = "absent"
 
 
 @contextmanager
 def absent_ranks(size: int, device: str = "cpu") -> Iterator[None]:
-    """A process group of so many ranks on one type of device: all have the batch of this one.
+    """A process group of so many ranks, of which this is the first.
 
-    On a GPU an all-gather is one operation and a sum is none, both in the group, for layers that ask it from C++, and
-    in the functions of `torch.distributed`, for those that ask it from Python. The latter check nothing here.
+    On a CPU all have the batch of this one. On a GPU collectives do nothing, so moments of all ranks are arbitrary.
     """
     if dist.is_initialized():
         raise RuntimeError("a process group is initialized already; run the benchmark without torchrun")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if not hasattr(dist.Backend, _BACKEND.upper()):
-        dist.Backend.register_backend(_BACKEND, _told_of_one, extended_api=True, devices=["cuda"])
-    repeated: dict[int, Tensor] = {}
-
-    def gather(output: Tensor, values: Tensor, *_: Any, **__: Any) -> None:
-        length = values.numel()
-        if length not in repeated:
-            repeated[length] = torch.arange(length, device=values.device).repeat(size)
-        # Not a view and a copy, which take the host twice as long.
-        torch.index_select(values.flatten(), 0, repeated[length], out=output.flatten())
-
-    def reduce(*_: Any, **__: Any) -> None:
-        """Nothing to sum."""
-
-    replaced: dict[str, Any] = {"all_reduce": reduce}
-    # torch 2.13 has the second name too.
-    replaced |= {name: gather for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)}
-    backend = _BACKEND if device == "cuda" else "fake"
-    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        with mock.patch.multiple(dist, **replaced):
-            yield
+        if device == "cuda":
+            _silent().silence(dist.distributed_c10d._get_default_group().group_name)
+        yield
     finally:
         dist.destroy_process_group()
 
 
-def _told_of_one(common: Any, options: Any) -> Any:
-    """torch's "fake" backend, told of one rank: it then fills all rows of what it gathers with one copy.
+def _silent() -> Any:
+    """The functions of `silent.cpp`. torch's "fake" group launches a copy for each rank that it gathers from."""
+    from iternorm.backends.native import build
+    from iternorm.backends.triton.eager import library
 
-    It would launch one for each rank.
-    """
-    from torch.testing._internal.distributed import fake_pg
-
-    common.group_size = 1
-    return fake_pg._create_fake_pg(common, options)
+    return build.find_or_build(library.source(Path(__file__).with_name("silent.cpp")))
 
 
 class LayerStep:

@@ -64,8 +64,8 @@ def _compile() -> None:
 
 
 @functools.cache
-def source() -> build.Source:
-    """What is compiled, for the Python, torch and Triton that run."""
+def source(path: Path = Path(__file__).with_name("step.cpp")) -> build.Source:  # noqa: B008
+    """A file of C++ as it is compiled, for the Python, torch and Triton that run: the module iternorm_ and its name."""
     home = Path(torch.__file__).parent
     # Triton brings CUDA's headers; a CPU build of torch has none.
     places = [home / "include", Path(triton.backends.nvidia.__file__).parent / "include"]
@@ -74,20 +74,20 @@ def source() -> build.Source:
     if torch.distributed.is_available():
         flags += ("-DWITH_PROCESS_GROUPS",)
     return build.Source(
-        Path(__file__).with_name("step.cpp"),
-        "step",
+        path,
+        path.stem,
         flags,
         (*_LINK, f"-L{home / 'lib'}"),
-        _load,
+        functools.partial(_load, f"iternorm_{path.stem}"),
         language="C++",
         variable="CXX",
         compilers=("c++", "g++", "clang++"),
     )
 
 
-def _load(path: Path) -> Any:
-    loader = importlib.machinery.ExtensionFileLoader("iternorm_step", str(path))
-    spec = importlib.util.spec_from_file_location("iternorm_step", path, loader=loader)
+def _load(name: str, path: Path) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
     try:
         module = importlib.util.module_from_spec(spec)
