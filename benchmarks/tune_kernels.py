@@ -88,8 +88,13 @@ def of_samples(x: torch.Tensor, rows: int = 32) -> Calls:
 
 def of_stream(x: torch.Tensor) -> Calls:
     """A batch of `Whitener.partial_fit`."""
-    mean, covariance, _ = stream.join(x, 0, None, None)
-    return {"batch": lambda: stream.join(x, 1000, mean, covariance)}
+    batches = stream.Stream(x.shape[1], x.device)
+
+    def batch():
+        batches.add(x)
+        return batches.joined
+
+    return {"batch": batch}
 
 
 _PASSES = {

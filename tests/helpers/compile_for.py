@@ -60,7 +60,7 @@ def print_stream(size: int) -> None:
     with FakeTensorMode():
         x = torch.empty(2**18, size, device="cuda:0")
         made = stream._plan_for(x)
-    for name, launch in (("moments", made.launches["moments"]), ("join", made.next_join)):
+    for name, launch in (("moments", made.launches["moments"]), ("join", made.join)):
         print(name, launch.prepared[0].metadata.shared)
 
 

@@ -61,8 +61,8 @@ class Whitener(Estimator):
 
     # An estimator has no attribute but its parameters before it is fitted.
     _moments: moments.Moments | None = None
-    # Of the last batch, where a GPU may still be at work on it: what says whether it is finite, and the moments before.
-    _unchecked: tuple[moments.Probe, moments.Moments | None] | None = None
+    # What takes the place of the moments while batches are fitted on a GPU.
+    _stream: moments.Stream | None = None
     _matrices: tuple[options.Options, matrices.Matrices] | None = None
 
     def __init__(
@@ -92,34 +92,37 @@ class Whitener(Estimator):
             raise ValueError(f"X has 0 sample(s) (shape={tuple(samples.shape)}) while a minimum of 2 is required.")
         fitted = moments.of(samples.detach())
         solved = matrices.solve(fitted, checked)
-        self._moments, self._unchecked, self._matrices = fitted, None, (checked, solved)
+        self._moments, self._stream, self._matrices = fitted, None, (checked, solved)
         return self
 
     def partial_fit(self: Self, X: Any, y: Any = None) -> Self:
         """Fit a batch on top of those before; an empty one changes nothing.
 
-        A call does not wait for a GPU. If the batch is not finite, the next batch or the first use of the fit raises,
-        and what was fitted before it has not changed.
+        A call does not wait for a GPU. There a batch that is not finite is left out, and the first use of the fit
+        raises to say so.
         """
-        options.check(self.get_params())
+        stream = self._stream
+        if stream is None:
+            options.check(self.get_params())
         samples, _ = arrays.as_samples(X)
-        if self._moments is not None:
-            self._check_features(samples, self._moments)
+        self._check_features(samples, stream.size if stream is not None else _size(self._moments))
         if len(samples) == 0:
             return self
-        before = self._moments
-        fitted, probe = moments.add(before, samples.detach())
-        # Of the batch before, while the GPU is at work on this one.
-        self._check_batch()
-        self._moments, self._matrices = fitted, None
-        self._unchecked = None if probe is None else (probe, before)
+        samples = samples.detach()
+        if stream is None or not stream.takes(samples):
+            before = self._seen()
+            stream = moments.begin(before, samples)
+            if stream is None:
+                self._moments, self._matrices = moments.add(before, samples), None
+                return self
+        stream.add(samples)
+        self._moments, self._stream, self._matrices = None, stream, None
         return self
 
     def merge(self: Self, *others: "Whitener") -> Self:
         """Take in what other whiteners have seen, as if this one had seen it; they stay as they are."""
-        for part in (self, *others):
-            part._check_batch()
-        parts = [part._moments for part in (self, *others) if part._moments is not None]
+        seen = [part._seen() for part in (self, *others)]
+        parts = [part for part in seen if part is not None]
         sizes = sorted({len(part.mean) for part in parts})
         if len(sizes) > 1:
             raise ValueError(f"whiteners of {sizes} features cannot be merged; fit all of them to the same features")
@@ -132,7 +135,7 @@ class Whitener(Estimator):
         """W (x - μ) of ``[samples, features]``, in its dtype."""
         samples, is_array = arrays.as_samples(X)
         solved = self._solved()
-        self._check_features(samples, self._fitted())
+        self._check_features(samples, _size(self._fitted()))
         arrays.check_finite(samples, is_array)
         return _result(samples, solved.whitening, self.mean_, None, is_array)
 
@@ -227,7 +230,7 @@ class Whitener(Estimator):
             )
         count, resolution = int(state_dict["num_samples"]), float(state_dict["resolution"])
         self._moments = moments.Moments(count, mean.clone(), covariance.clone(), resolution)
-        self._unchecked = self._matrices = None
+        self._stream = self._matrices = None
         return self
 
     def save(self, path: Any) -> None:
@@ -255,27 +258,25 @@ class Whitener(Estimator):
         return np.asarray([f"whitener{i}" for i in range(len(self.whitening_))], dtype=object)
 
     def __sklearn_is_fitted__(self) -> bool:
-        self._check_batch()
-        return self._moments is not None
+        return self._seen() is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_batch()
+        self._seen()
         return self.__dict__
 
-    def _check_batch(self) -> None:
-        """Go back to the moments before the last batch, and raise, if that is not finite."""
-        if self._unchecked is None:
-            return
-        (probe, before), self._unchecked = self._unchecked, None
-        if not probe.is_finite():
-            self._moments, self._matrices = before, None
-            raise moments.not_finite("A batch that partial_fit was given", "before it has not changed")
+    def _seen(self) -> moments.Moments | None:
+        """The moments so far, or None before the first batch. Raises if batches were left out."""
+        if self._stream is not None:
+            (self._moments, left_out), self._stream = self._stream.moments(), None
+            if left_out:
+                raise moments.not_finite(left_out)
+        return self._moments
 
     def _fitted(self) -> moments.Moments:
-        self._check_batch()
-        if self._moments is None:
+        fitted = self._seen()
+        if fitted is None:
             raise not_fitted(f"this {type(self).__name__} is not fitted yet; call fit or partial_fit first")
-        return self._moments
+        return fitted
 
     def _solved(self) -> matrices.Matrices:
         fitted, checked = self._fitted(), options.check(self.get_params())
@@ -283,12 +284,16 @@ class Whitener(Estimator):
             self._matrices = checked, matrices.solve(fitted, checked)
         return self._matrices[1]
 
-    def _check_features(self, samples: Tensor, fitted: moments.Moments) -> None:
-        if samples.shape[1] != len(fitted.mean):
+    def _check_features(self, samples: Tensor, expected: int | None) -> None:
+        if expected is not None and samples.shape[1] != expected:
             raise ValueError(
-                f"X has {samples.shape[1]} features, but {type(self).__name__} is expecting {len(fitted.mean)} "
+                f"X has {samples.shape[1]} features, but {type(self).__name__} is expecting {expected} "
                 "features as input, as it was fitted to"
             )
+
+
+def _size(fitted: moments.Moments | None) -> int | None:
+    return None if fitted is None else len(fitted.mean)
 
 
 def _result(samples: Tensor, matrix: Tensor, before: Tensor | None, after: Tensor | None, is_array: bool) -> Any:

@@ -33,21 +33,34 @@ class Moments(NamedTuple):
         return self._replace(mean=self.mean.to(device), covariance=self.covariance.to(device))
 
 
-class Probe:
-    """A number on its way from a GPU, which is finite if a batch and its squares are."""
+class Stream:
+    """What has been seen so far on a GPU, where no call waits for a batch: `iternorm.backends.triton.stream`."""
 
-    def __init__(self, value: Tensor):
-        self._value, self._arrived = value, None
-        if value.is_cuda:
-            # To ask for it later without a wait for what the GPU has been given since.
-            self._value = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-            self._arrived = torch.cuda.current_stream(value.device).record_event()
+    def __init__(self, before: Moments | None, first: Tensor):
+        from iternorm.backends.triton import stream
 
-    def is_finite(self) -> bool:
-        """Wait for it, and see."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return math.isfinite(self._value)
+        self.size, self._device = first.shape[1], first.device
+        num_samples, mean, covariance, self._resolution = before or (0, None, None, 0.0)
+        self._batches = stream.Stream(self.size, first.device, num_samples, mean, covariance)
+
+    def takes(self, samples: Tensor) -> bool:
+        return samples.device == self._device and dispatch.has_moment_kernels(samples)
+
+    def add(self, samples: Tensor) -> None:
+        self._batches.add(samples)
+        self._resolution = max(self._resolution, torch.finfo(samples.dtype).eps)
+
+    def moments(self) -> tuple[Moments | None, int]:
+        """Those of the batches that are finite, and how many samples the others had. No batch may be added after it."""
+        num_samples, mean, covariance, left_out = self._batches.moments()
+        found = Moments(num_samples, mean, covariance, self._resolution) if num_samples else None
+        return found, left_out
+
+
+def begin(before: Moments | None, samples: Tensor) -> Stream | None:
+    """A stream that goes on from what was seen before, for batches like `samples`; None where they have no kernels."""
+    same_device = before is None or before.mean.device == samples.device
+    return Stream(before, samples) if same_device and dispatch.has_moment_kernels(samples) else None
 
 
 def of(samples: Tensor) -> Moments:
@@ -56,27 +69,19 @@ def of(samples: Tensor) -> Moments:
     Raises:
         ValueError: there are NaNs or infinities.
     """
-    found, probe = add(None, samples)
-    if probe is not None and not probe.is_finite():
+    stream = begin(None, samples)
+    if stream is None:
+        return _in_torch(samples)
+    stream.add(samples)
+    found, _ = stream.moments()
+    if found is None:
         raise not_finite()
     return found
 
 
-def add(before: Moments | None, samples: Tensor) -> tuple[Moments, Probe | None]:
-    """What has been seen before and ``[m, d]`` together; with a probe where the samples are still to be checked."""
-    same_device = before is None or before.mean.device == samples.device
-    if same_device and dispatch.has_moment_kernels(samples):
-        return _in_kernels(before, samples)
-    return (_in_torch(samples) if before is None else _pair(before, of(samples))), None
-
-
-def _in_kernels(before: Moments | None, samples: Tensor) -> tuple[Moments, Probe]:
-    from iternorm.backends.triton import stream
-
-    seen, old_mean, old_covariance, old_resolution = (0, None, None, 0.0) if before is None else before
-    mean, covariance, probe = stream.join(samples, seen, old_mean, old_covariance)
-    resolution = max(old_resolution, torch.finfo(samples.dtype).eps)
-    return Moments(seen + len(samples), mean, covariance, resolution), Probe(probe)
+def add(before: Moments | None, samples: Tensor) -> Moments:
+    """What has been seen before and ``[m, d]`` together."""
+    return of(samples) if before is None else _pair(before, of(samples))
 
 
 def _in_torch(samples: Tensor) -> Moments:
@@ -93,12 +98,12 @@ def _in_torch(samples: Tensor) -> Moments:
     return Moments(len(samples), mean, covariance, torch.finfo(samples.dtype).eps)
 
 
-def not_finite(what: str = "Input X", unchanged: str = "before has not changed") -> ValueError:
-    """The error for samples that have no moments."""
-    return ValueError(
-        f"{what} contains NaN or infinity, or values whose squares overflow; drop those samples. "
-        f"What was fitted {unchanged}"
-    )
+def not_finite(left_out: int = 0) -> ValueError:
+    """The error for samples that have no moments; with a number, for batches of that many that were left out."""
+    what, so = "Input X", "What was fitted before has not changed"
+    if left_out:
+        what, so = "A batch that partial_fit was given", f"What is fitted is without such batches ({left_out} samples)"
+    return ValueError(f"{what} contains NaN or infinity, or values whose squares overflow; drop those samples. {so}")
 
 
 def _pair(first: Moments, second: Moments) -> Moments:

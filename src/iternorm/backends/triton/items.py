@@ -130,6 +130,7 @@ class ItemPlan(Plan):
             BC=self._partials[0],
             BL=samples,
             ROWS=layout.rows,
+            ROUND=layout.rows,
             PARTS=int(self.key.split),
             INT64=False,
             EVEN=self._tiled.even,

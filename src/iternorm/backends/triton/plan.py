@@ -222,6 +222,7 @@ class Plan:
             BC=layout.padded if block is None else block,
             BL=tiles.samples,
             ROWS=layout.rows,
+            ROUND=self._goes_round,
             PARTS=int(self.key.split),
             INT64=layout.int64,
             EVEN=layout.even,
@@ -405,7 +406,12 @@ class Plan:
         """Of how many samples each the pieces are that go round among the programs of a launch: `tiles.samples_of`."""
         samples = self._tiles(name).samples
         tiles = -(-self.layout.samples // samples)
-        return samples if self.layout.rows else samples * -(-tiles // self.num_programs(name))
+        return samples if self._goes_round else samples * -(-tiles // self.num_programs(name))
+
+    @property
+    def _goes_round(self) -> bool:
+        """Whether tiles go round among the programs. fp32 in contiguous memory is faster in runs."""
+        return self.layout.rows or self.key.split == Split.ONE_PART
 
     def num_programs(self, name: str) -> int:
         """How many programs share the samples of a group in a launch."""

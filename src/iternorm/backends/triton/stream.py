@@ -22,26 +22,17 @@ class StreamPlan(Plan):
         return self._passes("moments", stream_moments, pointers, constants)
 
     @functools.cached_property
-    def first_join(self) -> Launch:
-        """The second launch where nothing was seen before."""
-        return self._join(None)
-
-    @functools.cached_property
-    def next_join(self) -> Launch:
-        """The second launch after other batches."""
-        return self._join(torch.float64)
-
-    def _join(self, before: torch.dtype | None) -> Launch:
+    def join(self) -> Launch:
+        """The second launch."""
         layout = self.layout
         size, padded = layout.group_size, layout.padded
         # Few columns to a program, so that all multiprocessors have some.
         width = min(16, padded)
-        partials = max(64, padded // width)
-        constants = {"D": size, "BD": padded, "CB": width, "PB": partials, "FIRST": before is None}
-        pointers = (torch.float32, before, before, torch.float64)
+        constants = {"D": size, "BD": padded, "CB": width, "PB": max(64, padded // width)}
+        pointers = (torch.float32, torch.float64, torch.float64)
         integers = (layout.samples, self.num_programs("moments"), self._unit_of("moments"))
-        # One more row is the probe's. An example of 64 bits for what was seen.
-        grid = (size + 1, padded // width)
+        # An example of 64 bits for what was seen.
+        grid = (size, padded // width)
         return Launch(join_stream, grid, pointers, (2**31,), integers, (), constants, 4, self.key.device)
 
 
@@ -75,32 +66,61 @@ def _plan_for(x: Tensor) -> StreamPlan:
     return plan
 
 
-def join(x: Tensor, seen: int, mean: Tensor | None, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The moments of `seen` samples and of a batch ``[m, d]`` together, which is read once.
+class Stream:
+    """The moments of batches ``[m, d]`` on one GPU, at most 128 features; each is read once.
+
+    A batch that is not finite, or has a square that is not, is left out.
+
+    Attributes:
+        joined: covariance, mean and how many samples were left out, in fp64; the next batch does not write here.
 
     Args:
-        x: the batch, at most 128 features.
-        seen: how many samples came before; 0 for none.
-        mean: theirs, ``[d]`` in fp64, or None.
-        covariance: theirs, biased, ``[d, d]`` in fp64, or None.
-
-    Returns:
-        Mean and covariance, fp64, and a number that is finite if the batch and its squares are.
+        size: d.
+        device: of the batches.
+        num_samples: how many samples came before.
+        mean: theirs, ``[d]``, or None if there are none.
+        covariance: theirs, biased, ``[d, d]``, or None.
     """
-    size = x.shape[1]
-    plan = _plan_for(x)
-    if plan.copied:
-        x = placed(x, size)
-    partials = plan.workspace(x, "moments")
-    with on_device(x.device):
-        stream, (source, sums) = given_to(x.device, x, partials)
-        # As early as can be: the GPU reads the batch while Python prepares what comes next.
-        plan.run(stream, ("moments",), ((source, sums),))
+
+    def __init__(
+        self,
+        size: int,
+        device: torch.device,
+        num_samples: int = 0,
+        mean: Tensor | None = None,
+        covariance: Tensor | None = None,
+    ):
+        self._size = size
         squares = size * size
-        # The mean begins at 16 bytes, as launches by address expect.
-        at = squares + squares % 2
-        joined = x.new_empty(at + size + 1, dtype=torch.float64)
-        stream, given = given_to(x.device, partials, mean, covariance, joined)
-        last = plan.first_join if mean is None else plan.next_join
-        last(stream, (*given, seen))
-    return joined[at : at + size], joined[:squares].view(size, size), joined[-1]
+        # The mean begins at 16 bytes, as launches by address expect. The last number is how many were left out.
+        self._mean_at = squares + squares % 2
+        self.joined, self._next = (
+            torch.zeros(self._mean_at + size + 1, dtype=torch.float64, device=device) for _ in range(2)
+        )
+        self._given = num_samples
+        if mean is not None and covariance is not None:
+            self.joined[self._mean_at : -1] = mean
+            self.joined[:squares] = covariance.flatten()
+
+    def add(self, x: Tensor) -> None:
+        """Take in a batch, without waiting for it."""
+        plan = _plan_for(x)
+        if plan.copied:
+            x = placed(x, self._size)
+        partials = plan.workspace(x, "moments")
+        with on_device(x.device):
+            stream, (source, sums, before, after) = given_to(x.device, x, partials, self.joined, self._next)
+            plan.run(stream, ("moments",), ((source, sums),))
+            plan.join(stream, (sums, before, after, self._given))
+        self.joined, self._next = self._next, self.joined
+        self._given += x.shape[0]
+
+    def moments(self) -> tuple[int, Tensor, Tensor, int]:
+        """How many samples were taken in, their mean and covariance in fp64, and how many samples were left out.
+
+        Waits for the GPU. Another batch would overwrite the tensors.
+        """
+        left_out = int(self.joined[-1])
+        squares = self._size * self._size
+        covariance = self.joined[:squares].view(self._size, self._size)
+        return self._given - left_out, self.joined[self._mean_at : -1], covariance, left_out

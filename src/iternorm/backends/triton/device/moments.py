@@ -15,8 +15,8 @@ from iternorm.backends.triton.device.running import copy_count
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,
+    from_the_end,
     gradient_tile,
-    in_order_of_sums,
     load_tile,
     over_samples,
     sample_offsets,
@@ -190,7 +190,7 @@ def sum_tiles(
     total = zero_tile(TILE)
     first, end, step, has_rest = share_of(program, num_programs, M, TILE)
     for turn in tl.range(first, end, step, num_stages=TILE.STAGES):
-        start = in_order_of_sums(turn, first, end, step, TILE)
+        start = from_the_end(turn, first, end, step)
         gram, mixed, total, shift = gram_tile(
             a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, turn == first, M, shift, channels, valid, C, L, gram,
             mixed, total, TILE, SELF, True, PASSING,

@@ -21,6 +21,7 @@ class Tile(NamedTuple):
     BC: int  # channels of a tile: BD, those of a block, or all of an item
     BL: int  # samples of a tile
     ROWS: bool  # channels_last
+    ROUND: bool  # tiles go round among the programs, see `share_of`
     PARTS: int  # how products are split, see `precision.Split`
     INT64: bool  # offsets past 2^31
     EVEN: bool  # every group fills its tile: no channel is masked
@@ -100,11 +101,11 @@ def load_vector(ptr, features, valid, PRESENT: tl.constexpr, default: tl.constex
 def share_of(program, num_programs, M, TILE: tl.constexpr):
     """A program's tiles: the first sample of the first, the end of the full ones, and how far they are apart.
 
-    Also whether the tile that is not full, which begins at that end, is this program's. Tiles of rows go round, program
-    after program, so that all programs are at one place of the activation at any time (docs/decisions/tile-order.md).
-    Of planes a program has a run. A program beyond `num_programs` has none.
+    Also whether the tile that is not full, which begins at that end, is this program's. Tiles go round, program after
+    program, so that all programs are at one place of the activation at any time, or a program has a run of them
+    (docs/decisions/tile-order.md). A program beyond `num_programs` has none.
     """
-    if TILE.ROWS:
+    if TILE.ROUND:
         first = program * TILE.BL
         step = num_programs * TILE.BL
         end = tl.where(program < num_programs, M // TILE.BL * TILE.BL, 0)
@@ -120,14 +121,12 @@ def share_of(program, num_programs, M, TILE: tl.constexpr):
 
 
 @triton.jit
-def in_order_of_sums(start, first, end, step, TILE: tl.constexpr):
-    """The tile that is added up when this one would be, counted from the first.
+def from_the_end(start, first, end, step):
+    """The tile as far from a program's last as this one is from its first.
 
-    Of rows the last come first: they were written last, and what applies a matrix next begins with the first.
+    Tiles are added up in this order: the last were written last, and what applies a matrix next begins with the first.
     """
-    if TILE.ROWS:
-        start = first + (end - 1 - first) // step * step - (start - first)
-    return start
+    return first + (end - 1 - first) // step * step - (start - first)
 
 
 @triton.jit

@@ -131,36 +131,24 @@ def stream_moments(
             x_ptr, start, M, shift, valid, channels, gram, total, squares, C, L, TILE, True
         )
     index = tl.arange(0, BD)
+    sums = over_samples(total, True)
     if TILE.PARTS > 0:
         diagonal = tl.where(index[:, None] == index[None, :], over_samples(squares, True)[:, None], 0.0)
         gram = 0.5 * (gram + tl.trans(gram)) + diagonal
+    # Whoever reads a sum is to see that the batch or one of its squares is not finite.
+    bad = tl.sum(tl.sum((~finite(gram)).to(tl.int32), 1), 0)
+    sums = tl.where(bad > 0, float("nan"), sums)
     # The partials lie as those of `store_partials`.
     tl.store(workspace_ptr + (program * BD + index)[:, None] * BD + index[None, :], gram)
-    sums = workspace_ptr + num_programs * BD * BD + program * BD + index
-    tl.store(sums, over_samples(total, True))
-    tl.store(sums + num_programs * BD, shift)
-
-
-@triton.jit
-def store_probe(workspace_ptr, probe_ptr, num_programs, D: tl.constexpr, BD: tl.constexpr, PB: tl.constexpr):
-    """Zero if the sums and the squares of all partials are finite, else NaN."""
-    columns = tl.arange(0, BD)
-    bad = tl.zeros([BD], dtype=tl.int32)
-    for start in tl.range(0, num_programs, PB):
-        p = start + tl.arange(0, PB)
-        mask = (p < num_programs)[:, None] & (columns < D)[None, :]
-        place = p[:, None] * BD + columns[None, :]
-        squares = tl.load(workspace_ptr + place * BD + columns[None, :], mask=mask, other=0.0)
-        s = tl.load(workspace_ptr + num_programs * BD * BD + place, mask=mask, other=0.0)
-        bad += tl.sum((~(finite(squares) & finite(s))).to(tl.int32), 0)
-    tl.store(probe_ptr, tl.where(tl.sum(bad, 0) == 0, 0.0, float("nan")).to(tl.float64))
+    place = workspace_ptr + num_programs * BD * BD + program * BD + index
+    tl.store(place, sums)
+    tl.store(place + num_programs * BD, shift)
 
 
 @triton.jit(do_not_specialize=["seen", "M", "num_programs", "unit"])
 def join_stream(
     workspace_ptr,
-    mean_ptr,
-    covariance_ptr,
+    before_ptr,
     joined_ptr,
     seen,
     M,
@@ -170,15 +158,14 @@ def join_stream(
     BD: tl.constexpr,
     CB: tl.constexpr,
     PB: tl.constexpr,
-    FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Covariance ``[D, D]``, mean ``[D]`` and a probe of `seen` samples and a batch of M: `CB` columns of a row each.
+    """Covariance ``[D, D]``, mean ``[D]`` and how many samples were left out: `CB` columns of a row to a program.
 
-    The partials of `stream_moments` are moved to a common anchor as in `reduce_moments`. In fp64 the mean keeps all
-    digits of the anchor and of the sums about it, however many deviations it is from zero. The probe, which is one
-    program more, is finite if the batch and its squares are. `FIRST` says that nothing was seen before. Sums are added
-    up over the partials at the end: in the loop that would be a meeting of the warps at every turn.
+    They are those of `seen` samples before and of a batch of M, which is left out if it is not finite. The partials of
+    `stream_moments` are moved to a common anchor as in `reduce_moments`. In fp64 the mean keeps all digits of the
+    anchor and of the sums about it, however many deviations it is from zero. Sums are added up over the partials at the
+    end: in the loop that would be a meeting of the warps at every turn.
     """
     follow(PDL)
     row = tl.program_id(0)
@@ -187,46 +174,44 @@ def join_stream(
     sums_ptr = workspace_ptr + num_programs * BD * BD
     pilots_ptr = sums_ptr + num_programs * BD
     # The mean begins at 16 bytes.
-    mean_at = joined_ptr + D * D + D % 2
-    if row == D:
-        if tl.program_id(1) == 0:
-            store_probe(workspace_ptr, mean_at + D, num_programs, D, BD, PB * CB // BD)
-    else:
-        line = tl.zeros([PB, CB], dtype=tl.float64)
-        total = tl.zeros([PB, CB], dtype=tl.float64)
-        total_row = tl.zeros([PB], dtype=tl.float64)
-        anchor = tl.load(pilots_ptr + columns).to(tl.float64)
-        anchor_row = tl.load(pilots_ptr + row).to(tl.float64)
-        for start in tl.range(0, num_programs, PB, num_stages=3):
-            p = start + tl.arange(0, PB)
-            present = p < num_programs
-            mask = present[:, None] & member[None, :]
-            place = p[:, None] * BD + columns[None, :]
-            block = tl.load(workspace_ptr + (p * BD + row)[:, None] * BD + columns[None, :], mask=mask, other=0.0)
-            s = tl.load(sums_ptr + place, mask=mask, other=0.0).to(tl.float64)
-            delta = tl.load(pilots_ptr + place, mask=mask, other=0.0).to(tl.float64)
-            delta = tl.where(mask, delta - anchor[None, :], 0.0)
-            s_row = tl.load(sums_ptr + p * BD + row, mask=present, other=0.0).to(tl.float64)
-            delta_row = tl.load(pilots_ptr + p * BD + row, mask=present, other=0.0).to(tl.float64)
-            delta_row = tl.where(present, delta_row - anchor_row, 0.0)
-            count = samples_of(p, num_programs, M, unit).to(tl.float64)
-            moved = s + count[:, None] * delta
-            line += block.to(tl.float64) + (s_row[:, None] * delta + delta_row[:, None] * moved)
-            total += moved
-            total_row += s_row + count * delta_row
+    mean_at = D * D + D % 2
+    line = tl.zeros([PB, CB], dtype=tl.float64)
+    total = tl.zeros([PB, CB], dtype=tl.float64)
+    total_row = tl.zeros([PB], dtype=tl.float64)
+    anchor = tl.load(pilots_ptr + columns).to(tl.float64)
+    anchor_row = tl.load(pilots_ptr + row).to(tl.float64)
+    for start in tl.range(0, num_programs, PB, num_stages=3):
+        p = start + tl.arange(0, PB)
+        present = p < num_programs
+        mask = present[:, None] & member[None, :]
+        place = p[:, None] * BD + columns[None, :]
+        block = tl.load(workspace_ptr + (p * BD + row)[:, None] * BD + columns[None, :], mask=mask, other=0.0)
+        s = tl.load(sums_ptr + place, mask=mask, other=0.0).to(tl.float64)
+        delta = tl.load(pilots_ptr + place, mask=mask, other=0.0).to(tl.float64)
+        delta = tl.where(mask, delta - anchor[None, :], 0.0)
+        s_row = tl.load(sums_ptr + p * BD + row, mask=present, other=0.0).to(tl.float64)
+        delta_row = tl.load(pilots_ptr + p * BD + row, mask=present, other=0.0).to(tl.float64)
+        delta_row = tl.where(present, delta_row - anchor_row, 0.0)
+        count = samples_of(p, num_programs, M, unit).to(tl.float64)
+        moved = s + count[:, None] * delta
+        line += block.to(tl.float64) + (s_row[:, None] * delta + delta_row[:, None] * moved)
+        total += moved
+        total_row += s_row + count * delta_row
 
-        total = tl.sum(total, 0) / M
-        mean_row = tl.sum(total_row, 0) / M
-        covariance = tl.sum(line, 0) / M - mean_row * total
-        mean = anchor + total
-        if not FIRST:
-            share = M / (seen + M).to(tl.float64)
-            old = tl.load(mean_ptr + columns, mask=member, other=0.0)
-            change = mean - old
-            change_row = anchor_row + mean_row - tl.load(mean_ptr + row)
-            before = tl.load(covariance_ptr + row * D + columns, mask=member, other=0.0)
-            covariance = before + share * (covariance - before + (1.0 - share) * change_row * change)
-            mean = old + share * change
-        tl.store(joined_ptr + row * D + columns, covariance, mask=member)
-        if row == 0:
-            tl.store(mean_at + columns, mean, mask=member)
+    total = tl.sum(total, 0) / M
+    mean_row = tl.sum(total_row, 0) / M
+    covariance = tl.sum(line, 0) / M - mean_row * total
+    # As all programs see it.
+    is_finite = finite(mean_row)
+    left_out = tl.load(before_ptr + mean_at + D)
+    share = M / ((seen + M).to(tl.float64) - left_out)
+    old = tl.load(before_ptr + mean_at + columns, mask=member, other=0.0)
+    change = anchor + total - old
+    change_row = anchor_row + mean_row - tl.load(before_ptr + mean_at + row)
+    before = tl.load(before_ptr + row * D + columns, mask=member, other=0.0)
+    covariance = before + share * (covariance - before + (1.0 - share) * change_row * change)
+    tl.store(joined_ptr + row * D + columns, tl.where(is_finite, covariance, before), mask=member)
+    if row == 0:
+        tl.store(joined_ptr + mean_at + columns, tl.where(is_finite, old + share * change, old), mask=member)
+        if tl.program_id(1) == 0:
+            tl.store(joined_ptr + mean_at + D, tl.where(is_finite, left_out, left_out + M))

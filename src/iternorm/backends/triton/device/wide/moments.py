@@ -18,8 +18,8 @@ from iternorm.backends.triton.device.steps import below_diagonal, store_block, t
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,
+    from_the_end,
     gradient_tile,
-    in_order_of_sums,
     load_tile,
     over_samples,
     sample_offset,
@@ -133,7 +133,7 @@ def wide_moments(
     gram = tl.zeros([BC, BC], dtype=tl.float32)
     total = zero_tile(TILE)
     for turn in tl.range(first, end, step, num_stages=TILE.STAGES):
-        start = in_order_of_sums(turn, first, end, step, TILE)
+        start = from_the_end(turn, first, end, step)
         gram, total = product_tile(
             a_ptr, x_ptr, output_ptr, more_ptr, kept_ptr, start, M, left_shift, right_shift, left_channels,
             right_channels, left_valid, right_valid, C, L, gram, total, column == 0, TILE, SELF, True, PASSING,
