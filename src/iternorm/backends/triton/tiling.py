@@ -74,7 +74,7 @@ HOPPER = {
         why="bound by memory: large tiles of bfloat16, smaller ones where parts need registers",
         # Of a stream, few programs: each leaves a partial matrix to the join.
         up_to_64=(Rule(Tiles(64, 4, 4, 2), Split.STREAMED), Rule(Tiles(128, 4, 4, 2), ONE), Rule(Tiles(64, 4, 3, 2))),
-        up_to_128=(Rule(Tiles(64, 8, 4, 1), Split.STREAMED), *_BESIDE_128),
+        up_to_128=(Rule(Tiles(128, 8, 3, 1), Split.STREAMED), *_BESIDE_128),
         wide=(Rule(Tiles(128, 4, 3, 1)),),
     ),
     "cross_moments": Tuning(
