@@ -130,7 +130,7 @@ def test_launches_that_follow_a_collective_wait_for_all_of_it(group_size):
 
 @pytest.mark.parametrize(
     ("channels", "size"),
-    [(10, 4), pytest.param(72, 72, marks=pytest.mark.rare), pytest.param(140, 130, marks=pytest.mark.rare)],
+    [(10, 4), pytest.param(66, 66, marks=pytest.mark.rare), pytest.param(130, 130, marks=pytest.mark.rare)],
 )
 def test_two_parts_of_a_batch_equal_the_whole(channels, size, poisoned_memory):
     """The kernels of two ranks in one process: each is handed what the other would send.
@@ -142,8 +142,8 @@ def test_two_parts_of_a_batch_equal_the_whole(channels, size, poisoned_memory):
     x[:2] += 3
     weight, bias = torch.rand(channels) + 0.5, torch.randn(channels)
     cuts = slice(0, 2), slice(2, 5)
-    # Blocks of channels are what is new in a wide group, and its steps take longest.
-    steps = 1 if size > 128 else 2
+    # Above 64 channels the steps, which take longest, are those of one process.
+    steps = 1 if size > 64 else 2
     asked = (size, steps, 1e-5, None, False, True, 2)
     sent = [synchronized.moments_op(x[cut], size) for cut in cuts]
     forwards = []
@@ -186,7 +186,7 @@ def test_operators_keep_their_contracts(layout):
     check = torch.library.opcheck
     if layout == "wide":
         # What depends on the width of a group is the size of what an operator returns.
-        check = functools.partial(check, test_utils=("test_schema", "test_faketensor"))
+        check = functools.partial(check, test_utils=("test_faketensor",))
     check(synchronized.moments_op, (x, size))
     sent = synchronized.moments_op(x, size)
     gathered = torch.cat([sent, sent])
