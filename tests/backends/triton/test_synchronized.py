@@ -130,7 +130,7 @@ def test_launches_that_follow_a_collective_wait_for_all_of_it(group_size):
 
 @pytest.mark.parametrize(
     ("channels", "size"),
-    [(10, 4), pytest.param(66, 66, marks=pytest.mark.rare), pytest.param(130, 130, marks=pytest.mark.rare)],
+    [(10, 4), pytest.param(66, 66, marks=pytest.mark.rare), pytest.param(140, 130, marks=pytest.mark.rare)],
 )
 def test_two_parts_of_a_batch_equal_the_whole(channels, size, poisoned_memory):
     """The kernels of two ranks in one process: each is handed what the other would send.
