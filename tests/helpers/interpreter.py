@@ -23,7 +23,10 @@ def patch_once() -> None:
 
     Triton 3.6 looks through all of the language again at each call: a third of the time that the kernels' tests took.
     """
-    patch = interpreter._patch_lang
+    patch = getattr(interpreter, "_patch_lang", None)
+    if patch is None:
+        # Another version, which has to do without.
+        return
 
     def patch_unless_done(fn):
         # What is patched is no builtin until the launch ends.
