@@ -1,5 +1,6 @@
 """Fixtures that all tests share, and one of their own for every test: the same random numbers in any order."""
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ import torch
 # Without a GPU the Triton kernels are tested in Triton's interpreter. It must be chosen before they are defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton"):
+        import interpreter
+
+        interpreter.patch_once()
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ def test_the_iteration_runs_in_other_blocks_and_gives_the_same(monkeypatch, prec
     monkeypatch.syspath_prepend(BENCHMARKS)
     iteration = runpy.run_path(str(BENCHMARKS / "tune_iteration.py"))
     monkeypatch.setattr(iteration["tiling"], "blocks_for", tiling.blocks_for)
-    covariance = iteration["covariance_of"](40, "highest", "cpu")
+    covariance = iteration["covariance_of"](20, "highest", "cpu")
     results = []
     for blocks in (None, *iteration["CHOICES"][::13]):
         iteration["use"](blocks)

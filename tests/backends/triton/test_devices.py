@@ -200,17 +200,15 @@ def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):
     ("name", "arguments"),
     [
         ("A100", ("tf32", "rows")),
-        ("RTX 4090", ("bf16", "planes")),
+        ("RTX 4090", ("bf16", "planes", "48", "ranks")),
         # Steps that are watched, in one program and by launches. Whole matrices of 128 rows ask for 136 KiB in the
         # smallest tiles.
         ("RTX 4090", ("tf32", "rows", "64", "many")),
         ("RTX 4090", ("tf32", "planes", "128", "many")),
         ("RTX 4090", ("exact", "rows", "64", "relu", "residual")),
-        ("A100", ("bf16", "rows", "48", "ranks")),
-        ("RTX 4090", ("tf32", "planes", "192", "ranks")),
         # The iteration of float16 matrices, and that of fp32 ones.
         ("RTX 4090", ("bf16", "rows", "512")),
-        ("RTX 4090", ("exact", "rows", "512")),
+        ("RTX 4090", ("exact", "planes", "256", "ranks")),
     ],
 )
 def test_the_kernels_compile_for_other_gpus(name, arguments, tmp_path):
@@ -221,9 +219,7 @@ def test_the_kernels_compile_for_other_gpus(name, arguments, tmp_path):
 
 
 @pytest.mark.rare
-@pytest.mark.parametrize(
-    ("name", "size"), [("A100", "1024"), ("RTX 4090", "100"), ("RTX 4090", "1024"), ("H200", "1024")]
-)
+@pytest.mark.parametrize(("name", "size"), [("A100", "100"), ("RTX 4090", "1024"), ("H200", "1024")])
 def test_the_kernels_of_matrix_roots_compile(name, size, tmp_path):
     asked = shared_bytes(name, ("roots", size), tmp_path)
     assert set(asked) == {"bound", "begin", "multiply", "finish"}
@@ -231,7 +227,7 @@ def test_the_kernels_of_matrix_roots_compile(name, size, tmp_path):
 
 
 @pytest.mark.rare
-@pytest.mark.parametrize(("name", "size"), [("A100", "128"), ("RTX 4090", "64"), ("RTX 4090", "128"), ("H200", "128")])
+@pytest.mark.parametrize(("name", "size"), [("A100", "64"), ("RTX 4090", "128"), ("H200", "128")])
 def test_the_kernels_of_a_stream_compile(name, size, tmp_path):
     asked = shared_bytes(name, ("stream", size), tmp_path)
     assert set(asked) == {"moments", "join"}
@@ -243,15 +239,12 @@ def test_the_kernels_of_a_stream_compile(name, size, tmp_path):
     ("name", "arguments"),
     [
         ("RTX 4090", ("exact", "rows", "items", "64")),
-        ("RTX 4090", ("exact", "planes", "items", "64")),
         ("RTX 4090", ("tf32", "planes", "items", "32")),
         ("RTX 4090", ("bf16", "rows", "items", "32")),
         # Few enough channels for one tile.
         ("RTX 4090", ("exact", "rows", "32", "items", "32")),
         ("A100", ("bf16", "rows", "32", "items", "8")),
-        ("H200", ("exact", "rows", "32", "items", "32")),
         ("H200", ("exact", "rows", "items", "64")),
-        ("H200", ("bf16", "rows", "items", "64")),
     ],
 )
 def test_the_kernels_of_items_compile(name, arguments, tmp_path):

@@ -57,8 +57,8 @@ def test_ranks_of_different_backends_understand_each_other(ranks):
 @pytest.mark.parametrize("debugged", [False, True])
 def test_ranks_that_exchange_from_cpp_equal_one_process(ranks, debugged):
     found = [rank["from C++", debugged] for rank in ranks]
-    # All steps but the first, four kernels each way.
-    assert [launches for _, launches in found] == [16] * SIZE
+    # All of the second step, four kernels each way.
+    assert [launches for _, launches in found] == [8] * SIZE
     assert_equal_to_one_process([steps for steps, _ in found], in_torch(sync_kernels.FROM_CPP))
 
 
@@ -73,8 +73,8 @@ def test_all_ranks_keep_the_same_statistics_to_the_last_bit(ranks):
 @pytest.mark.rare
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_a_residual_and_an_activation(ranks, activation):
-    case = in_torch(sync_kernels.CASES["ragged groups"])
-    layer = iternorm.IterNorm2d(10, activation=activation, dtype=torch.float64, **case.words)
+    case = in_torch(sync_kernels.RESIDUAL)
+    layer = iternorm.IterNorm2d(case.shape[0], activation=activation, dtype=torch.float64, **case.words)
     whole = [tuple(t.double() for t in pair) for pair in sync_ranks.batches(case)]
     steps, buffers = sync_kernels.residual_steps(sync_ranks.prepared(layer), whole)
     bound = tolerance(case)
@@ -130,7 +130,7 @@ def test_launches_that_follow_a_collective_wait_for_all_of_it(group_size):
 
 @pytest.mark.parametrize(
     ("channels", "size"),
-    [(10, 4), pytest.param(72, 72, marks=pytest.mark.rare), pytest.param(140, 130, marks=pytest.mark.rare)],
+    [(10, 4), pytest.param(66, 66, marks=pytest.mark.rare), pytest.param(140, 130, marks=pytest.mark.rare)],
 )
 def test_two_parts_of_a_batch_equal_the_whole(channels, size, poisoned_memory):
     """The kernels of two ranks in one process: each is handed what the other would send.
@@ -142,8 +142,8 @@ def test_two_parts_of_a_batch_equal_the_whole(channels, size, poisoned_memory):
     x[:2] += 3
     weight, bias = torch.rand(channels) + 0.5, torch.randn(channels)
     cuts = slice(0, 2), slice(2, 5)
-    # Blocks of channels are what is new in a wide group, and its steps take longest.
-    steps = 1 if size > 128 else 2
+    # Above 64 channels the steps, which take longest, are those of one process.
+    steps = 1 if size > 64 else 2
     asked = (size, steps, 1e-5, None, False, True, 2)
     sent = [synchronized.moments_op(x[cut], size) for cut in cuts]
     forwards = []
@@ -186,7 +186,7 @@ def test_operators_keep_their_contracts(layout):
     check = torch.library.opcheck
     if layout == "wide":
         # What depends on the width of a group is the size of what an operator returns.
-        check = functools.partial(check, test_utils=("test_schema", "test_faketensor"))
+        check = functools.partial(check, test_utils=("test_faketensor",))
     check(synchronized.moments_op, (x, size))
     sent = synchronized.moments_op(x, size)
     gathered = torch.cat([sent, sent])

@@ -26,15 +26,16 @@ CASES = [
     ((2, 6, 20, 20), 4, 0, True),
     ((2, 64, 9, 9), 64, 5, False),
     ((2, 64, 9, 9), 64, 5, True),
-    pytest.param((3, 100, 6, 6), 72, 5, False, marks=pytest.mark.rare),
-    pytest.param((3, 100, 6, 6), 72, 2, True, marks=pytest.mark.rare),
-    pytest.param((3, 100, 6, 6), 72, 1, False, marks=pytest.mark.rare),
-    pytest.param((3, 100, 6, 6), 72, 0, False, marks=pytest.mark.rare),
+    # Above 64 channels; a second group, which is smaller, takes as long as the first.
+    pytest.param((3, 66, 5, 5), 66, 5, False, marks=pytest.mark.rare),
+    pytest.param((3, 100, 5, 5), 72, 2, True, marks=pytest.mark.rare),
+    pytest.param((3, 100, 5, 5), 72, 1, False, marks=pytest.mark.rare),
+    pytest.param((3, 66, 5, 5), 66, 0, False, marks=pytest.mark.rare),
     ((2, 128, 8, 8), 128, 1, False),
     pytest.param((2, 128, 8, 8), 128, 3, True, marks=pytest.mark.rare),
     # In blocks of 64, the last of them not full, and a last group of one block.
-    pytest.param((3, 150, 5, 7), 130, 2, False, marks=pytest.mark.rare),
     ((2, 150, 3, 5), 130, 1, True),
+    pytest.param((3, 130, 5, 7), 130, 2, False, marks=pytest.mark.rare),
     pytest.param((150, 192), 192, 2, False, marks=pytest.mark.rare),
     ((5, 6, 30), 1, 5, False),
 ]
@@ -62,15 +63,15 @@ def test_output_and_gradients_equal_the_reference(shape, group_size, num_iters, 
 # Whole and ragged groups, both layouts, the batched iteration above 64 channels.
 ACTIVATED = [((6, 7, 3, 4), 3, False), ((6, 7, 3, 4), 3, True), ((2, 32, 9, 9), 16, True)]
 ACTIVATED += [
-    pytest.param((3, 80, 6, 6), 72, False, marks=pytest.mark.rare),
+    pytest.param((3, 66, 5, 5), 66, False, marks=pytest.mark.rare),
     pytest.param((2, 140, 5, 5), 140, False, marks=pytest.mark.rare),
 ]
 
 
 @pytest.mark.parametrize(("shape", "group_size", "last"), ACTIVATED)
 def test_an_activation_in_passing_is_one_after_the_layer(shape, group_size, last, poisoned_memory):
-    # The activation has no part in the iteration: two steps will do.
-    arguments = {"group_size": group_size, "num_iters": 2}
+    # The activation has no part in the iteration: few steps will do.
+    arguments = {"group_size": group_size, "num_iters": 2 if group_size <= 64 else 1}
     layers = [layer_for(shape, activation=activation, **arguments) for activation in ("relu", None)]
     layers[1].load_state_dict(layers[0].state_dict())
     x = correlated(*shape, dtype=torch.float32)
@@ -153,9 +154,8 @@ def test_samples_with_means_of_their_own_are_joined(channels, group_size, num_sm
 AVERAGES = [
     *((running, momentum, 8, 5) for running in ("whitening", "covariance") for momentum in (0.1, None)),
     pytest.param("whitening", 0.1, 72, 2, marks=pytest.mark.rare),
-    pytest.param("covariance", None, 72, 2, marks=pytest.mark.rare),
+    pytest.param("covariance", None, 72, 0, marks=pytest.mark.rare),
     pytest.param("whitening", None, 72, 1, marks=pytest.mark.rare),
-    pytest.param("covariance", 0.1, 72, 0, marks=pytest.mark.rare),
 ]
 
 
@@ -167,7 +167,7 @@ def test_running_statistics_equal_those_of_the_torch_path(running, momentum, gro
         IterNorm2d(channels, group_size=group_size, num_iters=num_iters, momentum=momentum, running=running, impl=impl)
         for impl in ("triton", "torch")
     ]
-    for _ in range(3):
+    for _ in range(3 if group_size == 8 else 2):
         x = correlated(*shape, dtype=torch.float32)
         for layer in layers:
             layer(x)
@@ -182,14 +182,14 @@ def test_running_statistics_equal_those_of_the_torch_path(running, momentum, gro
 NOT_FINITE = [
     (torch.nan, "whitening", 8, 5),
     (torch.inf, "covariance", 8, 5),
-    pytest.param(torch.nan, "whitening", 72, 2, marks=pytest.mark.rare),
+    pytest.param(torch.nan, "whitening", 66, 2, marks=pytest.mark.rare),
     (torch.inf, "covariance", 72, 1),
 ]
 
 
 @pytest.mark.parametrize(("value", "running", "group_size", "num_iters"), NOT_FINITE)
 def test_a_batch_that_is_not_finite_leaves_the_running_statistics(value, running, group_size, num_iters):
-    channels = 20 if group_size == 8 else 80
+    channels = {8: 20, 66: 66, 72: 80}[group_size]
     arguments = {"group_size": group_size, "num_iters": num_iters, "running": running}
     layer = layer_for((4, channels, 4, 4), momentum=None, **arguments)
     layer(correlated(4, channels, 4, 4, dtype=torch.float32))
@@ -200,12 +200,12 @@ def test_a_batch_that_is_not_finite_leaves_the_running_statistics(value, running
     assert_same_state(layer, before)
 
 
-@pytest.mark.parametrize(("channels", "group_size", "num_iters"), [(20, 8, 5), (100, 72, 0), (100, 72, 2)])
+@pytest.mark.parametrize(("channels", "group_size", "num_iters"), [(20, 8, 5), (66, 66, 0), (100, 72, 2)])
 def test_without_affine_and_without_running_statistics(channels, group_size, num_iters, poisoned_memory):
     # An eps that shows.
     arguments = {"group_size": group_size, "num_iters": num_iters, "eps": 0.1}
-    layer = layer_for((6, channels, 5, 5), affine=False, track_running_stats=False, **arguments)
-    x = correlated(6, channels, 5, 5, dtype=torch.float32).requires_grad_()
+    layer = layer_for((4, channels, 5, 5), affine=False, track_running_stats=False, **arguments)
+    x = correlated(4, channels, 5, 5, dtype=torch.float32).requires_grad_()
     y = layer(x)
     (gradient,) = torch.autograd.grad(y.square().sum() + y.sum(), x)
     z = x.detach().double().requires_grad_()
@@ -218,9 +218,9 @@ def test_without_affine_and_without_running_statistics(channels, group_size, num
 
 @pytest.mark.parametrize(("channels", "group_size"), [(20, 8), (100, 72)])
 def test_gradients_for_the_parameters_alone(channels, group_size, poisoned_memory):
-    arguments = {"group_size": group_size, "num_iters": 2}
-    layer = layer_for((6, channels, 5, 5), **arguments)
-    x = correlated(6, channels, 5, 5, dtype=torch.float32)
+    arguments = {"group_size": group_size, "num_iters": 2 if group_size == 8 else 1}
+    layer = layer_for((4, channels, 5, 5), **arguments)
+    x = correlated(4, channels, 5, 5, dtype=torch.float32)
     grad = torch.randn_like(x)
     layer(x).backward(grad)
     inputs = [t.detach().double().requires_grad_() for t in (layer.weight, layer.bias)]
@@ -251,9 +251,9 @@ def test_an_input_and_a_gradient_in_other_memory_are_copied():
     assert x.grad.abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("channels", "group_size"), [(20, 16), pytest.param(72, 72, marks=pytest.mark.rare)])
+@pytest.mark.parametrize(("channels", "group_size"), [(20, 16), pytest.param(66, 66, marks=pytest.mark.rare)])
 def test_two_runs_give_the_same_bits(channels, group_size):
-    x = correlated(6, channels, 5, 5, dtype=torch.float32).requires_grad_()
+    x = correlated(4, channels, 5, 5, dtype=torch.float32).requires_grad_()
     layer = layer_for(x.shape, group_size=group_size, num_iters=2)
     runs = []
     for _ in range(2):
