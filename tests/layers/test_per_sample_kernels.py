@@ -216,9 +216,7 @@ def test_no_program_of_an_item_is_without_a_piece():
                 plan._num_sms = sms
                 launch = plan.launches["moments"]
                 tile = launch.constants["TILE"]
-                # Pieces go round among the programs: tiles of all channels, which have positions for samples, or one
-                # piece for each program.
+                # Tiles of all channels have positions for samples.
                 samples = plan.layout.samples // (tile.SPAN if tile.FLAT else 1)
-                pieces = -(-samples // plan._unit_of("moments"))
-                assert launch.grid[0] <= pieces if tile.FLAT else launch.grid[0] == pieces
+                assert launch.grid[0] == -(-samples // plan._unit_of("moments"))
     items._plans.clear()

@@ -130,7 +130,8 @@ class ItemPlan(Plan):
             BC=self._partials[0],
             BL=samples,
             ROWS=layout.rows,
-            ROUND=layout.rows,
+            # An item fits the cache, whatever the order.
+            ROUND=False,
             PARTS=int(self.key.split),
             INT64=False,
             EVEN=self._tiled.even,
@@ -161,13 +162,11 @@ class ItemPlan(Plan):
 
     def _unit_of(self, name: str) -> int:
         count, tile = self.num_programs(name), self.launches[name].constants["TILE"]
-        positions = tile.BL // tile.PACK
-        if self._flat:
-            return positions
-        if tile.BY_BLOCK:
+        if tile.BY_BLOCK and not self._flat:
             return -(-(self._span // tile.PACK) // count) * tile.PACK * self._length
+        positions = tile.BL // tile.PACK
         tiles = -(-self._length // positions)
-        return -(-tiles // count) * positions * self._span
+        return -(-tiles // count) * positions * (1 if self._flat else self._span)
 
     def _moments(self, backward: bool = False) -> Launch:
         key, fp32 = self.key, torch.float32
