@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from iternorm import IterNorm2d
+from iternorm.backends.torch.verbs import is_rows
+from iternorm.backends.triton import layout
 from iternorm.backends.triton.eager import library
 
 SHAPE = (5, 6, 2, 2)
@@ -60,6 +62,29 @@ def test_steps_from_cpp_are_those_from_python(arguments, driver, poisoned_memory
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_contiguous_memory_that_kernels_read_in_rows_is_copied_there_and_back(activation, driver, monkeypatch):
+    # As above 128 channels, which take the interpreter long.
+    monkeypatch.setattr(layout, "is_read_in_place", lambda x, group_size: is_rows(x))
+    options = {"group_size": 4, "num_iters": 1, "impl": "triton", "activation": activation}
+    layer, other = IterNorm2d(6, **options), IterNorm2d(6, **options)
+    found = steps(layer, residual=True)
+    assert len(driver.launched) == 6
+    assert found[0].is_contiguous()
+    assert found[1].is_contiguous()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_found", None)
+        expected = steps(other, residual=True)
+    assert len(driver.launched) == 6
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    # Strides that a result would not have are left to Python.
+    x = batch(shape=(5, 6, 2, 4))[..., ::2].requires_grad_()
+    layer(x)
+    layer(x).sum().backward()
+    assert len(driver.launched) == 6
+
+
 @pytest.mark.parametrize(("dtype", "channels_last"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_a_residual_in_dtypes_and_layouts(dtype, channels_last, driver, poisoned_memory):
     layers = [IterNorm2d(6, group_size=4, num_iters=1, impl="triton", activation="relu") for _ in range(2)]
@@ -72,6 +97,16 @@ def test_a_residual_in_dtypes_and_layouts(dtype, channels_last, driver, poisoned
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
         assert ours.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_residual_in_other_strides_has_its_gradient(activation, driver):
+    layer = IterNorm2d(6, group_size=4, num_iters=1, impl="triton", activation=activation)
+    x, z = batch().requires_grad_(), batch().contiguous(memory_format=torch.channels_last).requires_grad_()
+    first, second = ((layer(x, residual=z)).square().sum() for _ in range(2))
+    assert len(driver.launched) == 3
+    for ours, theirs in zip(torch.autograd.grad(second, (x, z)), torch.autograd.grad(first, (x, z)), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.rare

@@ -115,9 +115,9 @@ def _kept(key: tuple, make: Callable[[], Any]) -> Any:
 
 
 def _forward_pass(plan: Plan, tensors, eps: float, momentum: float | None, zeroed: bool, gather) -> Any:
-    if plan.copied or plan.layout.samples == 0:
-        return None
     x, weight, bias, residual, mean, matrix, counter = tensors
+    if not _is_recorded(plan, x):
+        return None
     # An operator's outputs must not be arbitrary: gaps in the state are cleared.
     clear = zeroed and not (plan.at.even and plan.counts)
     state = Part(Origin.ZEROS if clear else Origin.FLOATS, plan.at.size)
@@ -137,9 +137,9 @@ def _forward_pass(plan: Plan, tensors, eps: float, momentum: float | None, zeroe
 
 
 def _backward_pass(plan: Plan, asked: tuple, eps: float, reduce) -> Any:
-    if plan.copied or plan.layout.samples == 0:
-        return None
     x, weight, needs_input, relu, more = asked
+    if not _is_recorded(plan, x):
+        return None
     channels = _floats(plan.layout.channels)
     parts = [
         _given(x),
@@ -162,6 +162,11 @@ def _backward_pass(plan: Plan, asked: tuple, eps: float, reduce) -> Any:
     before = synchronized.cross_calls(plan, _numbered(parts))
     after = synchronized.backward_calls(plan, _numbered(parts), eps)
     return _pass(plan, parts, _joined(before, after), None, (len(before[0]), 12, -1, *reduce))
+
+
+def _is_recorded(plan: Plan, x: Tensor) -> bool:
+    """Not without samples, nor where the result has other strides than the input."""
+    return plan.layout.samples > 0 and (x.is_contiguous() or not plan.copied)
 
 
 def _given(tensor: Tensor | None, is_activation: bool = False) -> Part:
@@ -199,7 +204,8 @@ def _pass(plan: Plan, parts, calls: tuple[tuple, tuple], precise: Tensor | None 
         head = (form.function, launch.grid, form.threads, form.shared, form.dependent, form.cooperative)
         launches.append((*head, tuple(passed)))
     tf32 = tf32_allowed() if precise is not None and precise.dtype == torch.float32 else None
-    return functions().make_pass(runtime.driver_launcher(), tuple(launches), tuple(parts), tf32, exchange)
+    read_strides = plan.stride if plan.copied else ()
+    return functions().make_pass(runtime.driver_launcher(), tuple(launches), tuple(parts), tf32, exchange, read_strides)
 
 
 def _argument(kind: str, value: Any) -> tuple[int, int]:

@@ -21,6 +21,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -114,6 +115,8 @@ struct Pass : torch::CustomClassHolder {
   std::vector<Part> parts;
   at::Device device = at::kCPU;
   std::vector<int64_t> sizes, strides;
+  // Where the kernels cannot read the input as it is, the strides of what they read and write.
+  std::vector<int64_t> read_strides;
   // Whether TF32 was allowed, where that matters.
   std::optional<bool> tf32;
 };
@@ -262,9 +265,11 @@ void call_collective(const Exchange& exchange, const variable_list& tensors) {
 bool run(const Pass& pass, variable_list& tensors) {
   at::AutoDispatchBelowADInplaceOrView below;
   if (!suits(pass, tensors)) return false;
-  const Tensor& input = tensors[0];
-  const c10::OptionalDeviceGuard device(input.device());
+  const c10::OptionalDeviceGuard device(tensors[0].device());
   variable_list placed(tensors);
+  Tensor& input = placed[0];
+  const bool is_copied = !pass.read_strides.empty();
+  if (is_copied) input = at::empty_strided(input.sizes(), pass.read_strides, input.options()).copy_(input);
   std::vector<uint64_t> addresses(placed.size());
   uint64_t together = 0;
   for (size_t i = 0; i < placed.size(); ++i) {
@@ -282,7 +287,14 @@ bool run(const Pass& pass, variable_list& tensors) {
     if (i == pass.exchange.after) call_collective(pass.exchange, placed);
     launch(pass, pass.launches[i], stream, addresses);
   }
-  tensors = std::move(placed);
+  // What is given stays what it was: autograd knows it, and not a copy of it.
+  for (size_t i = 0; i < placed.size(); ++i) {
+    const int origin = pass.parts[i].origin;
+    if (origin == LIKE_INPUT && is_copied)
+      tensors[i] = at::empty_like(tensors[0]).copy_(placed[i]);
+    else if (origin != GIVEN)
+      tensors[i] = std::move(placed[i]);
+  }
   return true;
 }
 
@@ -512,17 +524,20 @@ Launch launch_from(PyObject* described) {
   return launch;
 }
 
-// make_pass(launcher, launches, parts, tf32, exchange): of each part its origin, its number of elements, an example and
+// make_pass(launcher, launches, parts, tf32, exchange, read_strides): of each part its origin, its number of elements, an example and
 // whether it is an activation; exchange is None, or after how many launches, the numbers of two tensors, the name of a
 // process group or None, and what to call in Python.
 PyObject* make_pass(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
   auto pass = c10::make_intrusive<Pass>();
   unsigned long long launcher;
-  PyObject *launches, *parts, *tf32, *exchange;
+  PyObject *launches, *parts, *tf32, *exchange, *read_strides;
   if (!PyArg_ParseTuple(
-          arguments, "KO!O!OO", &launcher, &PyTuple_Type, &launches, &PyTuple_Type, &parts, &tf32, &exchange))
+          arguments, "KO!O!OOO!", &launcher, &PyTuple_Type, &launches, &PyTuple_Type, &parts, &tf32, &exchange,
+          &PyTuple_Type, &read_strides))
     return nullptr;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(read_strides); ++i)
+    pass->read_strides.push_back(PyLong_AsLongLong(PyTuple_GetItem(read_strides, i)));
   pass->launcher = reinterpret_cast<Launcher>(launcher);
   for (Py_ssize_t i = 0; i < PyTuple_Size(launches); ++i)
     pass->launches.push_back(launch_from(PyTuple_GetItem(launches, i)));
