@@ -58,7 +58,10 @@ def rows() -> list[Row]:
 
 
 def microseconds(row: Row) -> float:
-    """One step of a row, in a graph of `STEPS`: the median of `REPLAYS`."""
+    """One step of a row, in a graph of `STEPS`: the median of `REPLAYS`.
+
+    The clock is not the package's own, which is that of either tree.
+    """
     import iternorm
 
     torch.set_float32_matmul_precision("highest" if row.exact else "high")
