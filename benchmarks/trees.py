@@ -122,7 +122,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--old", type=Path, help="folder with the package iternorm of the older tree")
     parser.add_argument("--new", type=Path, help="the same of the newer tree")
-    parser.add_argument("--turns", type=int, default=3, help="how often each tree is timed")
+    parser.add_argument(
+        "--turns", type=int, default=3, help="how often each tree is timed; 0 compiles kernels only"
+    )
     parser.add_argument("--processes", type=int, default=12, help="that compile kernels first")
     parser.add_argument("--only", default="", help="a pattern for the names of rows")
     parser.add_argument("--json", type=Path, help="write all timings to this file")
@@ -138,6 +140,8 @@ def main() -> None:
     for name, tree in trees.items():
         if tree is None or not (tree / "iternorm").is_dir():
             parser.error(f"--{name} must be a folder with the package iternorm in it, such as src; got {tree}.")
+    if not any(re.search(arguments.only, str(row)) for row in rows()):
+        parser.error(f"--only {arguments.only!r} suits no row; their names are such as {str(rows()[0])!r}.")
     only = ("--only", arguments.only)
     compilers = [
         child(tree, "--part", str(part), str(arguments.processes // 2), *only)
@@ -157,10 +161,11 @@ def main() -> None:
         found[row] = {"old_us": old, "new_us": new, "ratio": median(new) / median(old)}
         print(f"{row:55s} {median(old):8.1f} {median(new):8.1f} us {found[row]['ratio']:6.3f}")
     if arguments.json is not None:
+        from iternorm.report.files import write_text_atomically
         from iternorm.report.provenance import provenance
 
         result = {"provenance": provenance("cuda"), "rows": found}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_text_atomically(arguments.json, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

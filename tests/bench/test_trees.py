@@ -17,6 +17,13 @@ def test_a_folder_without_the_package_is_refused(tmp_path):
     assert f"--old must be a folder with the package iternorm in it, such as src; got {tmp_path}" in found.stderr
 
 
+def test_a_pattern_that_suits_no_row_is_refused():
+    source = SCRIPT.parents[1] / "src"
+    found = run("--old", source, "--new", source, "--only", "float8")
+    assert found.returncode == 2
+    assert "--only 'float8' suits no row; their names are such as '64x64x32x32 float32 NCHW" in found.stderr
+
+
 def test_an_error_of_a_tree_ends_the_run(tmp_path):
     package = tmp_path / "iternorm"
     package.mkdir()
