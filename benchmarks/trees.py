@@ -122,9 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--old", type=Path, help="folder with the package iternorm of the older tree")
     parser.add_argument("--new", type=Path, help="the same of the newer tree")
-    parser.add_argument(
-        "--turns", type=int, default=3, help="how often each tree is timed; 0 compiles kernels only"
-    )
+    parser.add_argument("--turns", type=int, default=3, help="how often each tree is timed; 0 compiles kernels only")
     parser.add_argument("--processes", type=int, default=12, help="that compile kernels first")
     parser.add_argument("--only", default="", help="a pattern for the names of rows")
     parser.add_argument("--json", type=Path, help="write all timings to this file")
