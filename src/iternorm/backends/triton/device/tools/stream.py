@@ -15,18 +15,25 @@ from iternorm.backends.triton.device.tiles import (
     follow,
     load_tile,
     over_samples,
+    sample_offset,
     sample_offsets,
     samples_of,
     share_of,
     shifted,
+    tile_pointers,
 )
 
 
 @triton.jit
-def pilot_of(x_ptr, first, last, channels, valid, C, L, TILE: tl.constexpr):
-    """The mean of a program's first tile, so that a large mean costs no accuracy (math.md, Eq. 4)."""
-    tile = load_tile(x_ptr, sample_offsets(first, L, C, TILE), channels, first, last, valid, TILE, False)
-    return over_samples(tile.to(tl.float32), True) / tl.minimum(last - first, TILE.BL).to(tl.float32)
+def pilot_of(x_ptr, first, last, channels, valid, C, L, TILE: tl.constexpr, APART: tl.constexpr):
+    """The mean of a program's first samples, so that a large mean costs no accuracy (math.md, Eq. 4).
+
+    Few of them: the loop begins after this.
+    """
+    j = first + tl.arange(0, APART)
+    pointers = tile_pointers(x_ptr, sample_offset(j, L, C, TILE), channels, True)
+    samples = tl.load(pointers, mask=(j < last)[:, None] & valid[None, :], other=0.0)
+    return over_samples(samples.to(tl.float32), True) / tl.minimum(last - first, APART).to(tl.float32)
 
 
 @triton.jit
@@ -109,7 +116,7 @@ def stream_moments(
 ):
     """Σ (x - shift) and Σ (x - shift)(x - shift)ᵀ over a program's tiles.
 
-    The shift is the mean of the program's first tile. Sums of `APART` samples side by side are kept.
+    The shift is the mean of the program's first samples. Sums of `APART` samples side by side are kept.
     """
     BD: tl.constexpr = TILE.BD
     program = tl.program_id(0)
@@ -117,7 +124,7 @@ def stream_moments(
     follow(PDL)
 
     first, end, step, has_rest = share_of(program, num_programs, M, TILE)
-    shift = pilot_of(x_ptr, first, M, channels, valid, C, L, TILE)
+    shift = pilot_of(x_ptr, first, M, channels, valid, C, L, TILE, APART)
     gram = tl.zeros([BD, BD], dtype=tl.float32)
     total = tl.zeros([APART, BD], dtype=tl.float32)
     squares = total
