@@ -26,13 +26,13 @@ class StreamPlan(Plan):
         """The second launch."""
         layout = self.layout
         size, padded = layout.group_size, layout.padded
-        # Few columns to a program, so that all multiprocessors have some.
-        width = min(16, padded)
-        constants = {"D": size, "BD": padded, "CB": width, "PB": max(64, padded // width)}
+        # Few entries to a program, so that all multiprocessors have some.
+        rows, columns = 2, min(32, padded)
+        constants = {"D": size, "BD": padded, "RB": rows, "CB": columns, "PB": 16}
         pointers = (torch.float32, torch.float64, torch.float64)
         integers = (layout.samples, self.num_programs("moments"), self._unit_of("moments"))
         # An example of 64 bits for what was seen.
-        grid = (size, padded // width)
+        grid = (-(-size // rows), padded // columns)
         return Launch(join_stream, grid, pointers, (2**31,), integers, (), constants, 4, self.key.device)
 
 

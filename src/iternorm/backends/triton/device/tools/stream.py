@@ -25,15 +25,16 @@ from iternorm.backends.triton.device.tiles import (
 
 
 @triton.jit
-def pilot_of(x_ptr, first, last, channels, valid, C, L, TILE: tl.constexpr, APART: tl.constexpr):
-    """The mean of a program's first samples, so that a large mean costs no accuracy (math.md, Eq. 4).
+def pilot_of(x_ptr, program, M, channels, valid, C, L, TILE: tl.constexpr, APART: tl.constexpr):
+    """The mean of a few samples, so that a large mean costs no accuracy (math.md, Eq. 4).
 
-    Few of them: the loop begins after this.
+    They are spread over the batch, of which one part may be unlike the others.
     """
-    j = first + tl.arange(0, APART)
+    spacing = tl.maximum(M // APART, 1)
+    j = tl.minimum(tl.arange(0, APART) * spacing + program * TILE.BL % spacing, M - 1)
     pointers = tile_pointers(x_ptr, sample_offset(j, L, C, TILE), channels, True)
-    samples = tl.load(pointers, mask=(j < last)[:, None] & valid[None, :], other=0.0)
-    return over_samples(samples.to(tl.float32), True) / tl.minimum(last - first, APART).to(tl.float32)
+    samples = tl.load(pointers, mask=(j < M)[:, None] & valid[None, :], other=0.0)
+    return over_samples(samples.to(tl.float32), True) / APART
 
 
 @triton.jit
@@ -116,7 +117,7 @@ def stream_moments(
 ):
     """Σ (x - shift) and Σ (x - shift)(x - shift)ᵀ over a program's tiles.
 
-    The shift is the mean of the program's first samples. Sums of `APART` samples side by side are kept.
+    The shift is the mean of `APART` samples. Sums of as many samples side by side are kept.
     """
     BD: tl.constexpr = TILE.BD
     program = tl.program_id(0)
@@ -124,7 +125,7 @@ def stream_moments(
     follow(PDL)
 
     first, end, step, has_rest = share_of(program, num_programs, M, TILE)
-    shift = pilot_of(x_ptr, first, M, channels, valid, C, L, TILE, APART)
+    shift = pilot_of(x_ptr, program, M, channels, valid, C, L, TILE, APART)
     gram = tl.zeros([BD, BD], dtype=tl.float32)
     total = tl.zeros([APART, BD], dtype=tl.float32)
     squares = total
@@ -152,6 +153,16 @@ def stream_moments(
     tl.store(place + num_programs * BD, shift)
 
 
+@triton.jit
+def moved_sums(sums_ptr, pilots_ptr, p, features, there, count, anchor, BD: tl.constexpr):
+    """Sums of partials about a common anchor, those about their own pilots, and how far these are from the anchor."""
+    places = p[:, None] * BD + features[None, :]
+    s = tl.load(sums_ptr + places, mask=there, other=0.0).to(tl.float64)
+    pilot = tl.load(pilots_ptr + places, mask=there, other=0.0).to(tl.float64)
+    delta = tl.where(there, pilot - anchor[None, :], 0.0)
+    return s + count * delta, s, delta
+
+
 @triton.jit(do_not_specialize=["seen", "M", "num_programs", "unit"])
 def join_stream(
     workspace_ptr,
@@ -163,62 +174,62 @@ def join_stream(
     unit,
     D: tl.constexpr,
     BD: tl.constexpr,
+    RB: tl.constexpr,
     CB: tl.constexpr,
     PB: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Covariance ``[D, D]``, mean ``[D]`` and how many samples were left out: `CB` columns of a row to a program.
+    """Covariance ``[D, D]``, mean ``[D]`` and how many samples were left out: `RB` x `CB` entries to a program.
 
     They are those of `seen` samples before and of a batch of M, which is left out if it is not finite. The partials of
     `stream_moments` are moved to a common anchor as in `reduce_moments`. In fp64 the mean keeps all digits of the
     anchor and of the sums about it, however many deviations it is from zero. Sums are added up over the partials at the
     end: in the loop that would be a meeting of the warps at every turn.
     """
-    follow(PDL)
-    row = tl.program_id(0)
+    rows = tl.program_id(0) * RB + tl.arange(0, RB)
     columns = tl.program_id(1) * CB + tl.arange(0, CB)
-    member = columns < D
-    sums_ptr = workspace_ptr + num_programs * BD * BD
-    pilots_ptr = sums_ptr + num_programs * BD
+    member, member_rows = columns < D, rows < D
     # The mean begins at 16 bytes.
     mean_at = D * D + D % 2
-    line = tl.zeros([PB, CB], dtype=tl.float64)
+    # What was written by the batch before, and may be read while this one's moments are at work.
+    places = rows[:, None] * D + columns[None, :]
+    inside = member_rows[:, None] & member[None, :]
+    before = tl.load(before_ptr + places, mask=inside, other=0.0)
+    old = tl.load(before_ptr + mean_at + columns, mask=member, other=0.0)
+    old_rows = tl.load(before_ptr + mean_at + rows, mask=member_rows, other=0.0)
+    left_out = tl.load(before_ptr + mean_at + D)
+    follow(PDL)
+
+    sums_ptr = workspace_ptr + num_programs * BD * BD
+    pilots_ptr = sums_ptr + num_programs * BD
+    lines = tl.zeros([PB, RB, CB], dtype=tl.float64)
     total = tl.zeros([PB, CB], dtype=tl.float64)
-    total_row = tl.zeros([PB], dtype=tl.float64)
+    total_rows = tl.zeros([PB, RB], dtype=tl.float64)
     anchor = tl.load(pilots_ptr + columns).to(tl.float64)
-    anchor_row = tl.load(pilots_ptr + row).to(tl.float64)
+    anchor_rows = tl.load(pilots_ptr + rows).to(tl.float64)
     for start in tl.range(0, num_programs, PB, num_stages=3):
         p = start + tl.arange(0, PB)
-        present = p < num_programs
-        mask = present[:, None] & member[None, :]
-        place = p[:, None] * BD + columns[None, :]
-        block = tl.load(workspace_ptr + (p * BD + row)[:, None] * BD + columns[None, :], mask=mask, other=0.0)
-        s = tl.load(sums_ptr + place, mask=mask, other=0.0).to(tl.float64)
-        delta = tl.load(pilots_ptr + place, mask=mask, other=0.0).to(tl.float64)
-        delta = tl.where(mask, delta - anchor[None, :], 0.0)
-        s_row = tl.load(sums_ptr + p * BD + row, mask=present, other=0.0).to(tl.float64)
-        delta_row = tl.load(pilots_ptr + p * BD + row, mask=present, other=0.0).to(tl.float64)
-        delta_row = tl.where(present, delta_row - anchor_row, 0.0)
-        count = samples_of(p, num_programs, M, unit).to(tl.float64)
-        moved = s + count[:, None] * delta
-        line += block.to(tl.float64) + (s_row[:, None] * delta + delta_row[:, None] * moved)
+        there = p[:, None] < num_programs
+        count = samples_of(p, num_programs, M, unit).to(tl.float64)[:, None]
+        moved, _, delta = moved_sums(sums_ptr, pilots_ptr, p, columns, there, count, anchor, BD)
+        moved_rows, s_rows, delta_rows = moved_sums(sums_ptr, pilots_ptr, p, rows, there, count, anchor_rows, BD)
+        place = (p[:, None, None] * BD + rows[None, :, None]) * BD + columns[None, None, :]
+        block = tl.load(workspace_ptr + place, mask=there[:, :, None], other=0.0).to(tl.float64)
+        lines += block + (s_rows[:, :, None] * delta[:, None, :] + delta_rows[:, :, None] * moved[:, None, :])
         total += moved
-        total_row += s_row + count * delta_row
+        total_rows += moved_rows
 
-    total = tl.sum(total, 0) / M
-    mean_row = tl.sum(total_row, 0) / M
-    covariance = tl.sum(line, 0) / M - mean_row * total
+    mean = tl.sum(total, 0) / M
+    mean_rows = tl.sum(total_rows, 0) / M
+    covariance = tl.sum(lines, 0) / M - mean_rows[:, None] * mean[None, :]
     # As all programs see it.
-    is_finite = finite(mean_row)
-    left_out = tl.load(before_ptr + mean_at + D)
+    is_finite = tl.sum((~finite(mean_rows)).to(tl.int32), 0) == 0
     share = M / ((seen + M).to(tl.float64) - left_out)
-    old = tl.load(before_ptr + mean_at + columns, mask=member, other=0.0)
-    change = anchor + total - old
-    change_row = anchor_row + mean_row - tl.load(before_ptr + mean_at + row)
-    before = tl.load(before_ptr + row * D + columns, mask=member, other=0.0)
-    covariance = before + share * (covariance - before + (1.0 - share) * change_row * change)
-    tl.store(joined_ptr + row * D + columns, tl.where(is_finite, covariance, before), mask=member)
-    if row == 0:
+    change = anchor + mean - old
+    change_rows = anchor_rows + mean_rows - old_rows
+    covariance = before + share * (covariance - before + (1.0 - share) * change_rows[:, None] * change[None, :])
+    tl.store(joined_ptr + places, tl.where(is_finite, covariance, before), mask=inside)
+    if tl.program_id(0) == 0:
         tl.store(joined_ptr + mean_at + columns, tl.where(is_finite, old + share * change, old), mask=member)
         if tl.program_id(1) == 0:
             tl.store(joined_ptr + mean_at + D, tl.where(is_finite, left_out, left_out + M))
