@@ -104,6 +104,8 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
         iterates = ("whiten", "whiten_backward")
     else:
         iterates = ("iterate", "iterate_backward", "wide_weight_gradient", "apply_backward")
+        if made.in_blocks("apply"):
+            iterates += ("operands", "backward_operands")
     for name in (*names, *iterates):
         launch = made.launches[name]
         bundle = launch.constants.get("TILE") or launch.constants.get("MATRICES")

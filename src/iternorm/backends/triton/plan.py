@@ -13,6 +13,7 @@ from iternorm.backends.triton.device.tiles import After, Passing, Tile
 from iternorm.backends.triton.device.whiten import weight_gradient, whiten_backward, whiten_forward
 from iternorm.backends.triton.device.wide.apply import wide_apply, wide_apply_backward
 from iternorm.backends.triton.device.wide.moments import wide_moments, wide_reduce
+from iternorm.backends.triton.device.wide.operands import backward_operands, forward_operands
 from iternorm.backends.triton.exchange import Exchange
 from iternorm.backends.triton.iteration import Iteration, RunningKey
 from iternorm.backends.triton.layout import (
@@ -133,6 +134,8 @@ class Plan:
             "whiten_backward": self._whiten_backward,
             "weight_gradient": self._weight_gradient,
             "apply_backward": self._apply_backward,
+            "operands": self._operands,
+            "backward_operands": self._backward_operands,
         }
         self.iteration: Iteration | None = None
         if layout.padded > LARGEST_NEWTON:
@@ -330,25 +333,67 @@ class Plan:
 
     def _apply(self) -> Launch:
         dtype, weight, bias, fp32 = self.key.dtype, self.key.weight, self.key.bias, torch.float32
-        constants = {"WEIGHT": weight is not None, "BIAS": bias is not None, "AFTER": self._after}
-        pointers = (dtype, dtype, self._residual, fp32, fp32, weight, bias)
-        return self._map("apply", apply_forward, wide_apply, pointers, constants)
+        constants = {"WEIGHT": weight is not None, "AFTER": self._after}
+        activations = (dtype, dtype, self._residual)
+        if not self._maps_blocks:
+            whole = {**constants, "BIAS": bias is not None}
+            launch = self._whole("apply", apply_forward, (*activations, fp32, fp32, weight, bias), whole)
+            if launch is not None:
+                return launch
+        return self._by_block("apply", wide_apply, (*activations, self.operand, fp32, weight, fp32), constants)
 
     def _apply_backward(self) -> Launch:
         dtype, weight, fp32 = self.key.dtype, self.key.weight, torch.float32
-        pointers = (dtype, dtype, dtype if self._masks else None, dtype, *(fp32,) * 4, weight)
-        constants = {"WEIGHT": weight is not None, "RELU": self._masks}
-        return self._map("apply_backward", apply_backward, wide_apply_backward, pointers, constants)
-
-    def _map(self, name: str, function, by_block, pointers: tuple, constants: dict[str, Any]) -> Launch:
-        """A kernel that applies matrices, by blocks where the group is wide, or the GPU has no room for all of one."""
+        constants = {"RELU": self._masks}
+        activations = (dtype, dtype, dtype if self._masks else None, dtype)
         if not self._maps_blocks:
-            try:
-                return self._passes(name, function, pointers, constants)
-            except OutOfResources:
-                if self.layout.padded < LARGEST_TILE:
-                    raise
-        return self._passes(name, by_block, pointers, constants, block=BLOCK, blocks=self.layout.padded // BLOCK)
+            whole = {**constants, "WEIGHT": weight is not None}
+            launch = self._whole("apply_backward", apply_backward, (*activations, *(fp32,) * 4, weight), whole)
+            if launch is not None:
+                return launch
+        pointers = (*activations, self.operand, self.operand, fp32, fp32)
+        return self._by_block("apply_backward", wide_apply_backward, pointers, constants)
+
+    def _whole(self, name: str, function, pointers: tuple, constants: dict[str, Any]) -> Launch | None:
+        """A kernel that applies matrices which are on chip; None if the GPU has no room for matrices of 128x128."""
+        try:
+            return self._passes(name, function, pointers, constants)
+        except OutOfResources:
+            if self.layout.padded < LARGEST_TILE:
+                raise
+            return None
+
+    def _by_block(self, name: str, function, pointers: tuple, constants: dict[str, Any]) -> Launch:
+        return self._passes(name, function, pointers, constants, block=BLOCK, blocks=self.layout.padded // BLOCK)
+
+    def in_blocks(self, name: str) -> bool:
+        """Whether a launch applies matrices block by block, as `operands` or `backward_operands` prepares them."""
+        return self.launches[name].kernel in (wide_apply, wide_apply_backward)
+
+    @property
+    def operand(self) -> torch.dtype:
+        """What prepared matrices are in."""
+        return torch.bfloat16 if self.key.split == Split.ONE_PART else torch.float32
+
+    def _operands(self) -> Launch:
+        weight, bias, fp32 = self.key.weight, self.key.bias, torch.float32
+        pointers = (fp32, fp32, weight, bias, self.operand, fp32)
+        constants = {"WEIGHT": weight is not None, "BIAS": bias is not None}
+        return self._prepares("apply", forward_operands, pointers, (), constants)
+
+    def _backward_operands(self) -> Launch:
+        weight, fp32 = self.key.weight, torch.float32
+        pointers = (*(fp32,) * 4, weight, self.operand, self.operand, fp32)
+        constants = {"WEIGHT": weight is not None}
+        return self._prepares("apply_backward", backward_operands, pointers, (self.layout.samples,), constants)
+
+    def _prepares(self, name: str, function, pointers: tuple, integers: tuple[int, ...], constants: dict) -> Launch:
+        """Matrices for the launch of this name: a few rows to a program."""
+        layout, rows = self.layout, 4
+        constants = {"TILE": self.launches[name].constants["TILE"], **constants, "ROWS": rows}
+        constants |= {"COLUMNS": 1 << (layout.padded - 1).bit_length()}
+        grid, integers = (layout.padded // rows, layout.num_groups), (*integers, layout.channels)
+        return Launch(function, grid, pointers, (), integers, (len(integers) - 1,), constants, 4, self.key.device)
 
     @property
     def _after(self) -> After:

@@ -169,9 +169,44 @@ def whitening_calls(plan: Plan, activations, batch, learned, work, eps, momentum
     if plan.key.running is not None:
         moments = (covariance, whitening, batch_mean, variance)
         calls.append(plan.iteration.blend(*moments, (mean, matrix), counter, batches, rate))
-    calls.append(("apply", (*activations, whitening, batch_mean, scale, shift)))
+    calls += apply_calls(plan, activations, (whitening, batch_mean, scale, shift), room)
     names, arguments = zip(*calls, strict=True)
     return names, arguments
+
+
+def apply_calls(plan: Plan, activations, values, room) -> list[tuple[str, tuple]]:
+    """The launches of y = diag(γ) W (x - μ) + β, and their arguments.
+
+    Args:
+        plan: of the layer.
+        activations: x, y, and what is added.
+        values: W, μ, γ and β.
+        room: memory for prepared matrices of all groups and a value for each of their rows.
+    """
+    if not plan.in_blocks("apply"):
+        return [("apply", (*activations, *values))]
+    whitening, mean, scale, shift = values
+    operand, offset = _matrix_at(plan, room, 0), behind(room, _matrix_size(plan))
+    return [
+        ("operands", (whitening, mean, scale, shift, operand, offset)),
+        ("apply", (*activations, operand, mean, scale, offset)),
+    ]
+
+
+def _matrix_size(plan: Plan) -> int:
+    """The elements of matrices of all groups."""
+    return plan.layout.num_groups * plan.layout.padded**2
+
+
+def _matrix_at(plan: Plan, room, index: int) -> Any:
+    """The place of prepared matrices behind so many others, each as large as one of fp32."""
+    place = behind(room, index * _matrix_size(plan))
+    return place if isinstance(place, int) else place.view(plan.operand)
+
+
+def behind(place: Any, count: int) -> Any:
+    """So many elements of fp32 after an address or the beginning of a tensor."""
+    return place + 4 * count if isinstance(place, int) else place[count:]
 
 
 def backward(grad, x, weight, state, plan: Plan, eps, needs_input, output=None, more=None):
@@ -209,8 +244,7 @@ def backward_calls(plan: Plan, given, eps: float, needs_input: bool) -> tuple[tu
     """
     source, gradient, positive, saved, target, scale, scale_gradient, grad_sum, kept, cross, place, more = given
     # The first part of the workspace is for the reduced matrix, the rest for the partials. The iteration has all of it.
-    half = plan.layout.num_groups * plan.layout.padded**2
-    absent, partials = (0, cross + 4 * half) if isinstance(cross, int) else (None, cross[half:])
+    absent, partials = 0 if isinstance(cross, int) else None, behind(cross, _matrix_size(plan))
     mean, _, _, covariance, whitening, iterates = parts_of(saved, plan)
     first = (gradient, source, positive, more, kept, mean, partials)
     second = (partials, cross, grad_sum, absent, absent, absent, absent, absent)
@@ -254,8 +288,17 @@ def gradient_calls(plan: Plan, activations, batch, learned, work, eps, needs_inp
         return (name,), (values,)
     matrices = (cross, covariance, whitening, scale, scale_gradient)
     name, values = plan.iteration.backward(*matrices, cross, second, place, eps, 2 / plan.layout.samples)
-    applied = (*activations, whitening, second, mean, grad_sum, scale)
-    return (name, "apply_backward"), (values, applied)
+    if not plan.in_blocks("apply_backward"):
+        applied = (*activations, whitening, second, mean, grad_sum, scale)
+        return (name, "apply_backward"), (values, applied)
+    # The iteration has left its room.
+    operands, offset = (
+        (_matrix_at(plan, second, 1), _matrix_at(plan, second, 2)),
+        behind(second, 3 * _matrix_size(plan)),
+    )
+    prepared = (whitening, second, mean, grad_sum, scale, *operands, offset)
+    applied = (*activations, *operands, mean, offset)
+    return (name, "backward_operands", "apply_backward"), (values, prepared, applied)
 
 
 def in_strides(tensor: Tensor | None, x: Tensor) -> Tensor | None:
@@ -266,12 +309,17 @@ def in_strides(tensor: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def apply(x, whitening, mean, weight, bias, group_size, relu=False, residual=None) -> Tensor:
-    """y = diag(γ) W (x - μ) + β from given fp32 statistics: one launch."""
+    """y = diag(γ) W (x - μ) + β from given fp32 statistics."""
     transposed = x.is_contiguous()
     plan = plan_for(x, weight, bias, group_size, 0, None, relu=relu, residual=residual is not None)
     if plan.copied:
         x = placed(x, group_size)
     y = torch.empty_like(x)
-    stream, given = given_to(x.device, x, y, in_strides(residual, x), whitening, mean, weight, bias)
-    plan.run(stream, ("apply",), (tuple(given),))
+    in_blocks, layout = plan.in_blocks("apply"), plan.layout
+    room = (
+        x.new_empty(_matrix_size(plan) + layout.num_groups * layout.padded, dtype=torch.float32) if in_blocks else None
+    )
+    stream, given = given_to(x.device, x, y, in_strides(residual, x), whitening, mean, weight, bias, room)
+    names, arguments = zip(*apply_calls(plan, given[:3], given[3:7], given[7]), strict=True)
+    plan.run(stream, names, arguments)
     return y.contiguous() if transposed else y

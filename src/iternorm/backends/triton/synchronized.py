@@ -13,7 +13,7 @@ from torch import Tensor
 from iternorm.backends.triton.iteration import meeting_place
 from iternorm.backends.triton.layout import placed, split_of
 from iternorm.backends.triton.plan import Plan, plan_for
-from iternorm.backends.triton.run import NOT_RUNNING, gradient_calls, in_strides, parts_of, whitening_calls
+from iternorm.backends.triton.run import NOT_RUNNING, behind, gradient_calls, in_strides, parts_of, whitening_calls
 from iternorm.backends.triton.runtime import given_to
 
 __all__ = ["backward", "forward", "moments", "plan_for", "plan_of_state"]
@@ -78,7 +78,8 @@ def forward(
     names, arguments = forward_calls(plan, given, eps, momentum)
     if plan.iteration is not None and x.numel() == 0:
         # Nothing to apply the matrix to. In smaller groups it is computed where it is applied.
-        names, arguments = names[:-1], arguments[:-1]
+        end = names.index("operands") if "operands" in names else -1
+        names, arguments = names[:end], arguments[:end]
     plan.run(stream, names, arguments)
     return _as_given(y, given_x, x), state, plan
 
@@ -150,7 +151,7 @@ def cross_calls(plan: Plan, given) -> tuple[tuple, tuple]:
     source, gradient, positive, saved, _, _, scale_gradient, own_sum, kept, work, _, _, sent = given
     absent = 0 if isinstance(source, int) else None
     mean, _, _, _, whitening, _ = parts_of(saved, plan)
-    room = _behind(work, plan.layout.num_groups * plan.layout.padded**2)
+    room = behind(work, plan.layout.num_groups * plan.layout.padded**2)
     weighted = plan.key.weight is not None
     by_row = (whitening, scale_gradient) if weighted and not plan.layout.wide else (absent, absent)
     names = ("cross_moments", "cross_reduce")
@@ -168,8 +169,8 @@ def backward_calls(plan: Plan, given, eps: float) -> tuple[tuple, tuple]:
     absent = 0 if isinstance(source, int) else None
     # After the matrix for the kernels, and at the end of the workspace.
     end, vectors = plan.work_size("cross_moments"), plan.exchange.vectors
-    room = _behind(work, plan.layout.num_groups * plan.layout.padded**2)
-    grad_sum, unwanted = _behind(work, end - vectors), _behind(work, end - vectors // 2)
+    room = behind(work, plan.layout.num_groups * plan.layout.padded**2)
+    grad_sum, unwanted = behind(work, end - vectors), behind(work, end - vectors // 2)
     mean, _, batches, covariance, whitening, iterates = parts_of(saved, plan)
     # An operator that begins here is given what passed the activation as the gradient.
     passed = kept != 0 if isinstance(kept, int) else kept is not None
@@ -183,11 +184,6 @@ def backward_calls(plan: Plan, given, eps: float) -> tuple[tuple, tuple]:
         True,
     )
     return ("unpack", *names), ((sent, batches, work, grad_sum), *arguments)
-
-
-def _behind(place: Any, count: int) -> Any:
-    """So many elements of fp32 after an address or the beginning of a tensor."""
-    return place + 4 * count if isinstance(place, int) else place[count:]
 
 
 def plan_of_state(state: Tensor, x, weight, group_size, num_iters, exact: bool, relu: bool, residual: bool, ranks: int):

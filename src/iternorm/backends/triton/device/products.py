@@ -97,16 +97,19 @@ def truncated(x):
 
 
 @triton.jit
-def on_channels(matrix, tile, acc, ROWS: tl.constexpr, PARTS: tl.constexpr):
+def on_channels(matrix, tile, acc, ROWS: tl.constexpr, PARTS: tl.constexpr, ROUNDED: tl.constexpr = False):
     """acc + matrix x for the samples x of a tile; the matrix is transposed already where tiles are rows.
 
-    A tile of one part goes in as it is, and so does a matrix that is rounded to bfloat16 already.
+    A tile of one part goes in as it is, and so does a matrix that is rounded to bfloat16 already, or with `ROUNDED` to
+    TF32.
     Rows are what TF32's left operand wants: one product in place of three; for three parts, three products of two TF32
     parts in place of six. The tile's parts are truncated, which is quick, and the matrix's rounded, so that errors do
     not all have one sign: they are 1.5e-7 of the result in simulation, as fp32's own rounding is.
     """
     if ROWS and PARTS == 2:
-        acc = tl.dot(for_truncation(tile), as_tf32(matrix), acc, input_precision="tf32")
+        if not ROUNDED:
+            matrix = as_tf32(matrix)
+        acc = tl.dot(for_truncation(tile), matrix, acc, input_precision="tf32")
     elif ROWS and PARTS == 3:
         upper, lower = truncated(tile)
         matrix_upper = as_tf32(matrix)
