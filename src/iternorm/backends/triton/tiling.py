@@ -65,22 +65,25 @@ _APPLIED_64 = (
     Rule(Tiles(64, 4, 4, 2), rows=True),
     Rule(Tiles(128, 4, 3, 2)),
 )
-# Matrices of 128x128 leave room for few samples.
-_BESIDE_128 = (Rule(Tiles(64, 8, 2, 1), ONE), Rule(Tiles(32, 8, 2, 1)))
-# Three parts of such a matrix ask for more shared memory than there is: it is applied in blocks.
-_APPLIED_128 = (Rule(Tiles(64, 4, 3, 2), THREE), *_BESIDE_128)
+# Three parts of a matrix of 128x128 ask for more shared memory than there is: it is applied in blocks.
+_BLOCKS_128 = Rule(Tiles(128, 8, 2, 1), THREE)
 HOPPER = {
     "moments": Tuning(
         why="bound by memory: large tiles of bfloat16, smaller ones where parts need registers",
         # Of a stream, few programs: each leaves a partial matrix to the join.
         up_to_64=(Rule(Tiles(64, 4, 4, 2), Split.STREAMED), Rule(Tiles(128, 4, 4, 2), ONE), Rule(Tiles(64, 4, 3, 2))),
-        up_to_128=(Rule(Tiles(128, 8, 3, 1), Split.STREAMED), *_BESIDE_128),
+        up_to_128=(
+            Rule(Tiles(128, 8, 3, 1), Split.STREAMED),
+            Rule(Tiles(64, 8, 4, 1), ONE),
+            Rule(Tiles(32, 8, 3, 1), THREE),
+            Rule(Tiles(32, 8, 4, 1)),
+        ),
         wide=(Rule(Tiles(128, 4, 3, 1)),),
     ),
     "cross_moments": Tuning(
         why="reads two activations, so one program a multiprocessor in bfloat16",
         up_to_64=(Rule(Tiles(64, 4, 4, 1), ONE, few=True), Rule(Tiles(128, 4, 4, 1), ONE), Rule(Tiles(64, 4, 3, 2))),
-        up_to_128=_BESIDE_128,
+        up_to_128=(Rule(Tiles(64, 8, 4, 1), ONE), Rule(Tiles(32, 8, 4, 1))),
         wide=(Rule(Tiles(64, 8, 3, 1), double=True), Rule(Tiles(64, 4, 3, 2))),
     ),
     "whiten": Tuning(
@@ -92,7 +95,7 @@ HOPPER = {
     "apply": Tuning(
         why="as `whiten`, without its iteration",
         up_to_64=_APPLIED_64,
-        up_to_128=_APPLIED_128,
+        up_to_128=(_BLOCKS_128, Rule(Tiles(64, 8, 4, 1), ONE), Rule(Tiles(64, 8, 3, 1))),
         wide=(Rule(Tiles(128, 4, 3, 2), ONE), Rule(Tiles(64, 4, 3, 2))),
     ),
     "whiten_backward": Tuning(
@@ -111,8 +114,8 @@ HOPPER = {
     "apply_backward": Tuning(
         why="applies two matrices: in parts, few stages and many programs",
         up_to_64=(),
-        up_to_128=_APPLIED_128,
-        wide=(Rule(Tiles(128, 4, 3, 1), ONE), Rule(Tiles(64, 4, 2, 4))),
+        up_to_128=(_BLOCKS_128, Rule(Tiles(64, 4, 3, 1), ONE), Rule(Tiles(32, 8, 3, 1))),
+        wide=(Rule(Tiles(128, 8, 3, 1), ONE), Rule(Tiles(64, 4, 2, 4))),
     ),
 }
 
