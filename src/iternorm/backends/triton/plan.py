@@ -38,6 +38,12 @@ from iternorm.backends.triton.precision import (
 from iternorm.backends.triton.runtime import Launch, Launches, device_of
 from iternorm.backends.triton.tiling import LONGEST_SUM, Tiles, block_of, programs, tiles_for
 
+# The least programs for each multiprocessor that a reduction keeps where it has several rows to a program. They are
+# tiny: 8192 of one or two partials each took 6 us (H200).
+_REDUCERS = 8
+# The most rows to a program: the kernel repeats its code for each.
+_MOST_ROWS = 8
+
 
 class Key(NamedTuple):
     """All that a plan depends on."""
@@ -288,10 +294,18 @@ class Plan:
         # All partials of a row at once where they are few enough: a loop waits for the memory at every turn.
         side, span = self._partials
         block = max(2, min(256, 1 << (count * span - 1).bit_length()))
-        grid = (layout.num_groups, layout.padded)
-        words = {**common, "BC": side, "SPAN": span, "PB": block}
+        each = self._rows_each
+        grid = (layout.num_groups, layout.padded // each)
+        words = {**common, "BC": side, "SPAN": span, "PB": block, "EACH": each}
         warps = max(1, block // 16)
         return Launch(reduce_moments, grid, pointers, (), integers, (1,), words, warps, self.key.device)
+
+    @property
+    def _rows_each(self) -> int:
+        """How many rows of a group's matrix a program of the reduction takes: one unless there are many groups."""
+        wanted = self.layout.num_groups * self.layout.padded // (_REDUCERS * self._num_sms)
+        # A power of two, as the rows of a group are.
+        return min(_MOST_ROWS, 1 << max(wanted, 1).bit_length() - 1)
 
     def _cross_reduce(self) -> Launch:
         return self._reduce(backward=True)
