@@ -220,3 +220,17 @@ def test_no_program_of_an_item_is_without_a_piece():
                 samples = plan.layout.samples // (tile.SPAN if tile.FLAT else 1)
                 assert launch.grid[0] == -(-samples // plan._unit_of("moments"))
     items._plans.clear()
+
+
+@pytest.mark.parametrize(("batch", "expected"), [(64, 1), (256, 2)])
+def test_moments_of_few_samples_have_one_program_to_a_multiprocessor(batch, expected, monkeypatch):
+    monkeypatch.setattr(items, "_plans", {})
+    x = torch.empty(batch, 64, 32, 32, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    plan = items._plan_for(x, None, None, 32, 32, 5, False, False)
+    plan._num_sms = 132
+    for kernel in ("moments", "cross_moments"):
+        launch = plan.launches[kernel]
+        assert launch.constants["TILE"].FLAT
+        assert launch.grid == (max(1, 132 * expected // batch), batch)
+    # The iteration of one program hides that of another.
+    assert plan._tiles("whiten").per_sm == plan._tiles("whiten_backward").per_sm == 2
