@@ -1,5 +1,6 @@
 """The launches of a layer at one input shape: chosen once, then found by what they depend on."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -129,17 +130,7 @@ class Plan:
         self.keeps_gradient = (key.relu and key.residual) or key.summed
         # Whether batches are counted.
         self.counts = key.running is not None and key.running.counted
-        makers = {
-            "moments": self._moments,
-            "reduce": self._reduce,
-            "whiten": self._whiten,
-            "apply": self._apply,
-            "cross_moments": self._cross_moments,
-            "cross_reduce": self._cross_reduce,
-            "whiten_backward": self._whiten_backward,
-            "weight_gradient": self._weight_gradient,
-            "apply_backward": self._apply_backward,
-        }
+        makers = self._makers()
         self.iteration: Iteration | None = None
         if layout.padded > LARGEST_NEWTON:
             sizes = (layout.num_groups, layout.group_size, layout.padded, layout.channels, key.num_iters)
@@ -158,6 +149,20 @@ class Plan:
         self._num_programs: dict[str, int] = {}
         # Matrices of 128x128 in three parts ask for more shared memory than there is.
         self._maps_blocks = layout.wide or (layout.padded == LARGEST_TILE and key.split == Split.THREE_PARTS)
+
+    def _makers(self) -> dict[str, Callable[[], Launch]]:
+        """What makes each launch, when it is first wanted."""
+        return {
+            "moments": self._moments,
+            "reduce": self._reduce,
+            "whiten": self._whiten,
+            "apply": self._apply,
+            "cross_moments": self._cross_moments,
+            "cross_reduce": self._cross_reduce,
+            "whiten_backward": self._whiten_backward,
+            "weight_gradient": self._weight_gradient,
+            "apply_backward": self._apply_backward,
+        }
 
     def _layout_of(self, x: Tensor) -> Layout:
         return layout_of(x, self.key.group_size)
