@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import iternorm
 from iternorm.backends.triton import items, runtime
+from iternorm.backends.triton.device.items.moments import sum_parts
 from iternorm.whitening import modes
 
 GROUP, INSTANCE = "GroupWhitening", "InstanceWhitening"
@@ -145,13 +146,13 @@ def test_it_has_the_passes_of_a_layer_over_a_batch(case, last, launched, monkeyp
         torch.autograd.grad(y, (x, *layer.parameters()), grad)
     assert launched == [
         *("item_moments", "reduce_moments", "whiten_forward"),
-        *("item_cross_moments", "reduce_moments", "whiten_backward"),
+        *("item_cross_moments", "reduce_moments", "whiten_backward", "sum_parts"),
     ]
     # Of an activation's size there is new memory, and nothing that reads or writes it.
     large = {name for name, size in operations.found if size >= x.numel()}
     assert large <= {"empty_like", "new_empty", "empty", "detach", "alias", "view", "slice"}
-    # The gradients of scale and shift are one sum over the samples.
-    assert [name for name, _ in operations.found].count("sum") == 1
+    # The gradients of scale and shift are summed over the samples in the chain.
+    assert "sum" not in {name for name, _ in operations.found}
 
 
 def test_an_input_without_gradient_is_read_once_more(launched):
@@ -159,7 +160,36 @@ def test_an_input_without_gradient_is_read_once_more(launched):
     expected = exact(layer)
     for own, dtype in ((layer, torch.float32), (expected, torch.float64)):
         own(x.to(dtype)).square().sum().backward()
-    assert launched[3:] == ["item_cross_moments"]
+    assert launched[3:] == ["item_cross_moments", "sum_parts"]
+    for name, parameter in layer.named_parameters():
+        assert relative_error(parameter.grad, expected.get_parameter(name).grad) < 2e-6
+
+
+@pytest.mark.parametrize(("count", "channels"), [(1, 3), (4, 8), (9, 20)])
+def test_parts_of_the_gradients_of_scale_and_shift_are_added_up(count, channels):
+    # What lies behind the parts is not read, and what lies behind the sums is not written.
+    parts, sums = (torch.full(size, torch.nan) for size in ((count + 4, 2 * channels), (2 * channels + 16,)))
+    parts[:count].normal_()
+    # Blocks of four parts: one that is not full, a full one, and several.
+    words = {"ROWS": 4, "COLUMNS": 16, "PDL": False}
+    sum_parts[(-(-2 * channels // 16), 1)](parts, sums, count, 2 * channels, **words)
+    torch.testing.assert_close(sums[: 2 * channels], parts[:count].sum(0))
+    assert sums[2 * channels :].isnan().all()
+
+
+@pytest.mark.parametrize("case", ["more samples than programs", "few rows of many channels"])
+def test_gradients_of_scale_and_shift_come_in_several_blocks(case, monkeypatch, poisoned_memory):
+    kind, words, shape = CASES[case]
+    layer, x = made(kind, words, shape), correlated(*shape, dtype=torch.float32)
+    expected = exact(layer)
+    monkeypatch.setattr(items, "_plans", {})
+    monkeypatch.setattr(items, "_SUMMED_PARTS", 2)
+    for own, dtype in ((layer, torch.float32), (expected, torch.float64)):
+        own(x.to(dtype)).square().sum().backward()
+    (plan,) = items._plans.values()
+    launch = plan.launches["learned"]
+    assert launch.dependent
+    assert plan.learned_parts > 2 or launch.grid[0] > 1
     for name, parameter in layer.named_parameters():
         assert relative_error(parameter.grad, expected.get_parameter(name).grad) < 2e-6
 
@@ -220,3 +250,17 @@ def test_no_program_of_an_item_is_without_a_piece():
                 samples = plan.layout.samples // (tile.SPAN if tile.FLAT else 1)
                 assert launch.grid[0] == -(-samples // plan._unit_of("moments"))
     items._plans.clear()
+
+
+@pytest.mark.parametrize(("batch", "expected"), [(64, 1), (256, 2)])
+def test_moments_of_few_samples_have_one_program_to_a_multiprocessor(batch, expected, monkeypatch):
+    monkeypatch.setattr(items, "_plans", {})
+    x = torch.empty(batch, 64, 32, 32, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    plan = items._plan_for(x, None, None, 32, 32, 5, False, False)
+    plan._num_sms = 132
+    for kernel in ("moments", "cross_moments"):
+        launch = plan.launches[kernel]
+        assert launch.constants["TILE"].FLAT
+        assert launch.grid == (max(1, 132 * expected // batch), batch)
+    # The iteration of one program hides that of another.
+    assert plan._tiles("whiten").per_sm == plan._tiles("whiten_backward").per_sm == 2

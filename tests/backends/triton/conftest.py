@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture
 def launched(monkeypatch):
     """As on a GPU, but that nothing runs: the launches on a stream, each with what its kernel takes and was given."""
-    from iternorm.backends.triton import plan, runtime
+    from iternorm.backends.triton import items, plan, runtime
     from iternorm.whitening.processes import collective
 
     found = []
@@ -17,7 +17,8 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(runtime.Launch, "prepared", property(prepared), raising=False)
     monkeypatch.setattr(runtime, "stream_of", lambda device: 7)
-    monkeypatch.setattr(plan, "_plans", {})
+    for module in (items, plan):
+        monkeypatch.setattr(module, "_plans", {})
     # No kernel has written counts that could be looked at.
     monkeypatch.setattr(collective, "_check_counts", lambda gathered, group: None)
     return found

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: gpu/test_kernels.py", allow_module_level=True)
 
-from iternorm import IterNorm2d
+from iternorm import GroupWhitening2d, IterNorm2d
 from iternorm.backends.triton import iteration, layout, plan, precision, runtime
 from iternorm.backends.triton import run as launch
 from iternorm.whitening import autograd
@@ -147,6 +147,20 @@ def test_every_launch_on_a_stream_gets_addresses_and_floats(words, size, channel
     with torch.no_grad():
         layer.eval()(x)
     assert len(launched) >= 7
+    assert_addresses_and_floats(launched)
+
+
+@pytest.mark.parametrize("words", [{}, {"activation": "relu", "bias": False}, {"affine": False}])
+def test_every_launch_for_samples_gets_addresses_and_floats(words, launched):
+    layer, x = GroupWhitening2d(8, num_groups=4, impl="triton", **words), torch.randn(4, 8, 4, 4, requires_grad=True)
+    layer(x).sum().backward()
+    if layer.affine:
+        layer(x.detach()).sum().backward()
+    assert len(launched) == (12 if layer.affine else 6)
+    assert_addresses_and_floats(launched)
+
+
+def assert_addresses_and_floats(launched):
     for kernel, names, (_, _, stream, *values) in launched:
         assert stream == 7
         for name, value in zip(names, values, strict=True):

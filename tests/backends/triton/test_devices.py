@@ -249,7 +249,7 @@ def test_the_kernels_of_a_stream_compile(name, size, tmp_path):
 )
 def test_the_kernels_of_items_compile(name, arguments, tmp_path):
     asked = shared_bytes(name, (*arguments, "relu"), tmp_path)
-    assert {"moments", "whiten", "cross_moments", "whiten_backward"} < set(asked)
+    assert {"moments", "whiten", "cross_moments", "whiten_backward", "learned"} < set(asked)
     assert max(asked.values()) <= GPUS[name][2]
 
 

@@ -1,5 +1,6 @@
 """The launches of a layer at one input shape: chosen once, then found by what they depend on."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,12 @@ from iternorm.backends.triton.precision import (
 )
 from iternorm.backends.triton.runtime import Launch, Launches, device_of
 from iternorm.backends.triton.tiling import LONGEST_SUM, Tiles, block_of, programs, tiles_for
+
+# The least programs for each multiprocessor that a reduction keeps where it has several rows to a program. They are
+# tiny: 8192 of one or two partials each took 6 us (H200).
+_REDUCERS = 8
+# The most rows to a program: the kernel repeats its code for each.
+_MOST_ROWS = 8
 
 
 class Key(NamedTuple):
@@ -124,19 +131,7 @@ class Plan:
         self.keeps_gradient = (key.relu and key.residual) or key.summed
         # Whether batches are counted.
         self.counts = key.running is not None and key.running.counted
-        makers = {
-            "moments": self._moments,
-            "reduce": self._reduce,
-            "whiten": self._whiten,
-            "apply": self._apply,
-            "cross_moments": self._cross_moments,
-            "cross_reduce": self._cross_reduce,
-            "whiten_backward": self._whiten_backward,
-            "weight_gradient": self._weight_gradient,
-            "apply_backward": self._apply_backward,
-            "operands": self._operands,
-            "backward_operands": self._backward_operands,
-        }
+        makers = self._makers()
         self.iteration: Iteration | None = None
         if layout.padded > LARGEST_NEWTON:
             sizes = (layout.num_groups, layout.group_size, layout.padded, layout.channels, key.num_iters)
@@ -155,6 +150,22 @@ class Plan:
         self._num_programs: dict[str, int] = {}
         # Matrices of 128x128 in three parts ask for more shared memory than there is.
         self._maps_blocks = layout.wide or (layout.padded == LARGEST_TILE and key.split == Split.THREE_PARTS)
+
+    def _makers(self) -> dict[str, Callable[[], Launch]]:
+        """What makes each launch, when it is first wanted."""
+        return {
+            "moments": self._moments,
+            "reduce": self._reduce,
+            "whiten": self._whiten,
+            "apply": self._apply,
+            "cross_moments": self._cross_moments,
+            "cross_reduce": self._cross_reduce,
+            "whiten_backward": self._whiten_backward,
+            "weight_gradient": self._weight_gradient,
+            "apply_backward": self._apply_backward,
+            "operands": self._operands,
+            "backward_operands": self._backward_operands,
+        }
 
     def _layout_of(self, x: Tensor) -> Layout:
         return layout_of(x, self.key.group_size)
@@ -291,10 +302,18 @@ class Plan:
         # All partials of a row at once where they are few enough: a loop waits for the memory at every turn.
         side, span = self._partials
         block = max(2, min(256, 1 << (count * span - 1).bit_length()))
-        grid = (layout.num_groups, layout.padded)
-        words = {**common, "BC": side, "SPAN": span, "PB": block}
+        each = self._rows_each
+        grid = (layout.num_groups, layout.padded // each)
+        words = {**common, "BC": side, "SPAN": span, "PB": block, "EACH": each}
         warps = max(1, block // 16)
         return Launch(reduce_moments, grid, pointers, (), integers, (1,), words, warps, self.key.device)
+
+    @property
+    def _rows_each(self) -> int:
+        """How many rows of a group's matrix a program of the reduction takes: one unless there are many groups."""
+        wanted = self.layout.num_groups * self.layout.padded // (_REDUCERS * self._num_sms)
+        # A power of two, as the rows of a group are.
+        return min(_MOST_ROWS, 1 << max(wanted, 1).bit_length() - 1)
 
     def _cross_reduce(self) -> Launch:
         return self._reduce(backward=True)

@@ -164,19 +164,20 @@ def tiles_for(kernel: str, layout: Layout, split: int, third: bool = False) -> T
     up_to_64 = layout.padded <= LARGEST_NEWTON
     rules = tuning.up_to_64 if up_to_64 else tuning.wide if layout.wide else tuning.up_to_128
     double = block_of(kernel, layout) > BLOCK
-    tiles = next(rule.tiles for rule in rules if rule.suits(split, layout.rows, _few(layout), double))
+    tiles = next(rule.tiles for rule in rules if rule.suits(split, layout.rows, has_few_samples(layout), double))
     if up_to_64 and kernel.endswith("moments") and layout.samples * layout.num_groups < 2048 * tiles.samples:
         # Each program adds a partial matrix to be reduced: with few tiles for each, fewer programs are faster.
         tiles = tiles._replace(per_sm=1)
     return tiles
 
 
-def _few(layout: Layout) -> bool:
+def has_few_samples(layout: Layout) -> bool:
+    """Whether there are too few samples to keep all multiprocessors busy."""
     return layout.samples * layout.num_groups < 2048 * 64
 
 
 def _with_third_tile(kernel: str, layout: Layout, split: int) -> Tiles:
-    tiles, few, up_to_64 = tiles_for(kernel, layout, split), _few(layout), layout.padded <= LARGEST_NEWTON
+    tiles, few, up_to_64 = tiles_for(kernel, layout, split), has_few_samples(layout), layout.padded <= LARGEST_NEWTON
     if split == ONE and up_to_64:
         # Of half the samples, to keep them in registers.
         if kernel == "cross_moments":

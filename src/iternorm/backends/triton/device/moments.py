@@ -246,8 +246,8 @@ def partial_moments(
     store_partials(workspace_ptr, gram, total, shift, program, group, num_programs, TILE, SELF, False)
 
 
-@triton.jit(do_not_specialize=["M", "num_programs", "unit"])
-def reduce_moments(
+@triton.jit
+def reduce_row(
     workspace_ptr,
     matrix_ptr,
     vector_ptr,
@@ -260,6 +260,8 @@ def reduce_moments(
     C,
     num_programs,
     unit,
+    group,
+    row,
     D: tl.constexpr,
     BD: tl.constexpr,
     BC: tl.constexpr,
@@ -269,20 +271,8 @@ def reduce_moments(
     COUNT: tl.constexpr,
     SENT: tl.constexpr,
     WEIGHT: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Join the partials of a group, one program a row: mean, covariance and variance, or Σ dy and Σ dy (x - mean)ᵀ.
-
-    A partial about its own pilot p is moved to a common anchor q, the first program's pilot, by
-    Σ (x-q)(x-q)ᵀ = G + s δᵀ + δ sᵀ + n δ δᵀ with δ = p - q, and the sum from there to the mean (math.md, Eq. 4).
-    Where a row is `SPAN` channels, a program's matrix ``[BC, BC]`` is that of all channels of an item. The first ones
-    of all rows are a partial, the second ones another.
-    With `COUNT` the number of batches so far is copied: a later launch counts this one while others of it read that.
-    With `SENT` the matrix is what other ranks are sent (`device/exchange.py`), and `WEIGHT` asks for d(γ) too.
-    """
-    follow(PDL)
-    group = tl.program_id(0)
-    row = tl.program_id(1)
+    """Join one row of the partials of a group: see `reduce_moments`."""
     columns = tl.arange(0, BD)
     first_row = row * SPAN
     firsts = columns * SPAN
@@ -360,3 +350,50 @@ def reduce_moments(
                 copy_count(num_batches_ptr, batches_ptr)
     if SELF and not SENT:
         tl.store(variance_ptr + group * D + columns, line, mask=member & (columns == row))
+
+
+@triton.jit(do_not_specialize=["M", "num_programs", "unit"])
+def reduce_moments(
+    workspace_ptr,
+    matrix_ptr,
+    vector_ptr,
+    variance_ptr,
+    num_batches_ptr,
+    batches_ptr,
+    whitening_ptr,
+    grad_weight_ptr,
+    M,
+    C,
+    num_programs,
+    unit,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BC: tl.constexpr,
+    SPAN: tl.constexpr,
+    PB: tl.constexpr,
+    EACH: tl.constexpr,
+    SELF: tl.constexpr,
+    COUNT: tl.constexpr,
+    SENT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Join the partials of a group: mean, covariance and variance, or Σ dy and Σ dy (x - mean)ᵀ.
+
+    A program joins `EACH` rows, one after the other.
+    A partial about its own pilot p is moved to a common anchor q, the first program's pilot, by
+    Σ (x-q)(x-q)ᵀ = G + s δᵀ + δ sᵀ + n δ δᵀ with δ = p - q, and the sum from there to the mean (math.md, Eq. 4).
+    Where a row is `SPAN` channels, a program's matrix ``[BC, BC]`` is that of all channels of an item. The first ones
+    of all rows are a partial, the second ones another.
+    With `COUNT` the number of batches so far is copied: a later launch counts this one while others of it read that.
+    With `SENT` the matrix is what other ranks are sent (`device/exchange.py`), and `WEIGHT` asks for d(γ) too.
+    """
+    follow(PDL)
+    group = tl.program_id(0)
+    first = tl.program_id(1) * EACH
+    for turn in tl.static_range(EACH):
+        reduce_row(
+            workspace_ptr, matrix_ptr, vector_ptr, variance_ptr, num_batches_ptr, batches_ptr, whitening_ptr,
+            grad_weight_ptr, M, C, num_programs, unit, group, first + turn, D, BD, BC, SPAN, PB, SELF, COUNT, SENT,
+            WEIGHT,
+        )  # fmt: skip
