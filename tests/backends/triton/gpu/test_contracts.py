@@ -65,8 +65,23 @@ KERNELS = {
         {"partial_moments": 1, "reduce_moments": 1, "zero": 1, "iterate_backward": 1, "apply_backward": 1},
     ),
     192: (
-        {"wide_moments": 1, "wide_reduce": 1, "zero": 1, "iterate": 1, "blend": 1, "wide_apply": 1},
-        {"wide_moments": 1, "wide_reduce": 1, "zero": 1, "iterate_backward": 1, "wide_apply_backward": 1},
+        {
+            "wide_moments": 1,
+            "wide_reduce": 1,
+            "zero": 1,
+            "iterate": 1,
+            "blend": 1,
+            "forward_operands": 1,
+            "wide_apply": 1,
+        },
+        {
+            "wide_moments": 1,
+            "wide_reduce": 1,
+            "zero": 1,
+            "iterate_backward": 1,
+            "backward_operands": 1,
+            "wide_apply_backward": 1,
+        },
     ),
 }
 
