@@ -67,7 +67,7 @@ def print_stream(size: int) -> None:
 def print_items(x: torch.Tensor, rows: int, relu: bool) -> None:
     """The launches for a batch whose items have so many rows each."""
     weight = torch.empty(x.shape[1], device="cuda:0")
-    made = items._plan_for(x, weight, weight, rows, rows, 5, False, relu)
+    made = items.plan_for(x, weight, weight, rows, rows, 5, False, relu)
     for name in ("moments", "reduce", "whiten", "cross_moments", "cross_reduce", "whiten_backward", "learned"):
         print(name, made.launches[name].prepared[0].metadata.shared)
 

@@ -54,6 +54,7 @@ class Driver:
         monkeypatch.setattr(library, "_found", built)
         # Launches that were made before are not known here.
         monkeypatch.setattr("iternorm.backends.triton.plan._plans", {})
+        monkeypatch.setattr("iternorm.backends.triton.items._plans", {})
         monkeypatch.setattr("iternorm.backends.triton.eager.record._passes", {})
 
     def _launch(self, config, function, parameters, _extra) -> int:

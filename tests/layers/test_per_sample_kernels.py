@@ -165,16 +165,21 @@ def test_an_input_without_gradient_is_read_once_more(launched):
         assert relative_error(parameter.grad, expected.get_parameter(name).grad) < 2e-6
 
 
+@pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize(("count", "channels"), [(1, 3), (4, 8), (9, 20)])
-def test_parts_of_the_gradients_of_scale_and_shift_are_added_up(count, channels):
-    # What lies behind the parts is not read, and what lies behind the sums is not written.
-    parts, sums = (torch.full(size, torch.nan) for size in ((count + 4, 2 * channels), (2 * channels + 16,)))
+def test_parts_of_the_gradients_of_scale_and_shift_are_added_up(count, channels, has_weight):
+    # What lies behind the parts is not read, and what lies around the sums is not written.
+    parts, room = (torch.full(size, torch.nan) for size in ((count + 4, 2 * channels), (2, channels + 16)))
     parts[:count].normal_()
     # Blocks of four parts: one that is not full, a full one, and several.
-    words = {"ROWS": 4, "COLUMNS": 16, "PDL": False}
-    sum_parts[(-(-2 * channels // 16), 1)](parts, sums, count, 2 * channels, **words)
-    torch.testing.assert_close(sums[: 2 * channels], parts[:count].sum(0))
-    assert sums[2 * channels :].isnan().all()
+    words = {"WEIGHT": has_weight, "ROWS": 4, "COLUMNS": 16, "PDL": False}
+    sum_parts[(-(-2 * channels // 16), 1)](parts, room[0] if has_weight else None, room[1], count, channels, **words)
+    expected = parts[:count].sum(0)
+    torch.testing.assert_close(room[1, :channels], expected[channels:])
+    if has_weight:
+        torch.testing.assert_close(room[0, :channels], expected[:channels])
+    assert room[not has_weight :, channels:].isnan().all()
+    assert has_weight or room[0].isnan().all()
 
 
 @pytest.mark.parametrize("case", ["more samples than programs", "few rows of many channels"])
@@ -242,7 +247,7 @@ def test_no_program_of_an_item_is_without_a_piece():
             x = laid_out(torch.empty(shape), last)
             for sms, size in itertools.product((3, 132), (8, 64)):
                 items._plans.clear()
-                plan = items._plan_for(x, None, None, shape[1] // 2, size, 5, False, False)
+                plan = items.plan_for(x, None, None, shape[1] // 2, size, 5, False, False)
                 plan._num_sms = sms
                 launch = plan.launches["moments"]
                 tile = launch.constants["TILE"]
@@ -256,7 +261,7 @@ def test_no_program_of_an_item_is_without_a_piece():
 def test_moments_of_few_samples_have_one_program_to_a_multiprocessor(batch, expected, monkeypatch):
     monkeypatch.setattr(items, "_plans", {})
     x = torch.empty(batch, 64, 32, 32, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
-    plan = items._plan_for(x, None, None, 32, 32, 5, False, False)
+    plan = items.plan_for(x, None, None, 32, 32, 5, False, False)
     plan._num_sms = 132
     for kernel in ("moments", "cross_moments"):
         launch = plan.launches[kernel]

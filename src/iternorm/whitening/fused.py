@@ -86,7 +86,7 @@ class Repeated:
         self._step = None
 
     def __reduce__(self) -> tuple:
-        return Repeated, ()
+        return type(self), ()
 
     def whiten(
         self,
@@ -101,7 +101,9 @@ class Repeated:
         y = self.without_python(x, weight, bias, settings, statistics, residual, _gradients)
         return whiten_eagerly(x, weight, bias, settings, statistics, residual) if y is None else y
 
-    def without_python(self, x, weight, bias, settings, statistics, residual, gradients, collectives=None) -> Any:
+    def without_python(
+        self, x, weight, bias, settings, statistics, residual, gradients, collectives=None, rows=None
+    ) -> Any:
         """The output, or None if this has to be launched from Python: see `step_for` of the kernels."""
         steps = _steps()
         functions = steps.functions()
@@ -113,7 +115,7 @@ class Repeated:
             y = functions.whiten(self._step, *tensors)
             if y is not None:
                 return y
-        step = steps.step_for(tensors, settings, statistics, gradients, collectives)
+        step = steps.step_for(tensors, settings, statistics, gradients, collectives, rows)
         if step is None or step is self._step:
             return None
         self._step = step

@@ -14,7 +14,7 @@ from iternorm import solvers
 from iternorm.backends.torch.verbs import compute_dtype, is_channels_last
 from iternorm.whitening import dispatch, groups, modes
 from iternorm.whitening.autograd import composed_backward, scale_and_shift
-from iternorm.whitening.fused import wanted
+from iternorm.whitening.fused import Repeated, wanted
 from iternorm.whitening.normalize import normalize
 from iternorm.whitening.operators import no_autocast
 from iternorm.whitening.settings import Settings
@@ -60,30 +60,46 @@ class _WhitenItems(torch.autograd.Function):
         with dispatch.kernels().on_device(x.device):
             y, state, plan = items.forward(x, weight, bias, rows, group_size, steps, eps, exact, settings.relu)
         ctx.save_for_backward(x, weight, bias, state, y if settings.relu else None)
-        ctx.settings, ctx.rows, ctx.plan = settings, rows, plan
+        ctx.settings, ctx.plan = settings, plan
         return y
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        from iternorm.backends.triton import items
-
         x, weight, bias, state, output = ctx.saved_tensors
-        settings, needs = ctx.settings, (*ctx.needs_input_grad[:3], False)
-        if modes.wants_graph(grad):
-            if output is not None:
-                grad = torch.where(output > 0, grad, 0)
+        needs = (*ctx.needs_input_grad[:3], False)
+        return *_gradients(ctx.plan, ctx.settings, grad, x, weight, bias, state, output, needs)[:3], None, None
 
-            def compose(x, weight, bias, settings, solve):
-                return (_composed(x, weight, bias, settings, ctx.rows, solve),)
 
-            return *composed_backward(grad, (x, weight, bias), needs[:3], settings, compose), None, None
-        # Autograd has made the device of the gradient the current one.
-        gradients = items.backward(grad, x, weight, state, ctx.plan, settings.eps, needs[0], output)
-        return *wanted(grad, gradients, weight, bias, None, needs)[:3], None, None
+def _gradients(plan, settings: Settings, grad, x, weight, bias, state, output, needs) -> tuple:
+    """The gradients of x, weight and bias, those that are needed, and of nothing else."""
+    from iternorm.backends.triton import items
+
+    if modes.wants_graph(grad):
+        if output is not None:
+            grad = torch.where(output > 0, grad, 0)
+
+        def compose(x, weight, bias, settings, solve):
+            return (_composed(x, weight, bias, settings, plan.num_rows, solve),)
+
+        return *composed_backward(grad, (x, weight, bias), needs[:3], settings, compose), None
+    # Autograd has made the device of the gradient the current one.
+    gradients = items.backward(grad, x, weight, state, plan, settings.eps, needs[0], output)
+    return wanted(grad, gradients, weight, bias, None, needs)
 
 
 # In half the time of `_WhitenItems.apply`.
 _apply_eager = modes.apply_without_transforms(_WhitenItems)
+
+
+class RepeatedItems(Repeated):
+    """Batches of a layer that are all alike, whose items are whitened each by itself."""
+
+    __slots__ = ()
+
+    def whiten_items(self, x: Tensor, weight, bias, settings: Settings, rows: int) -> Tensor:
+        """`whiten_eagerly`, for settings that are the same each time."""
+        y = self.without_python(x, weight, bias, settings, None, None, _gradients, rows=rows)
+        return whiten_eagerly(x, weight, bias, settings, rows) if y is None else y
 
 
 def _composed(x: Tensor, weight, bias, settings: Settings, rows: int, solve: Any) -> Tensor:

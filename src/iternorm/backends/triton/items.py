@@ -6,7 +6,6 @@ A group of the plan is a group of one item, and its samples are the item's own. 
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from iternorm.backends.triton.layout import (
 )
 from iternorm.backends.triton.plan import Key, Plan
 from iternorm.backends.triton.precision import Split, split_for
-from iternorm.backends.triton.run import in_strides, parts_of
+from iternorm.backends.triton.run import behind, in_strides, parts_of
 from iternorm.backends.triton.runtime import Launch, given_to
 from iternorm.backends.triton.tiling import LONGEST_SUM, Tiles, has_few_samples
 from iternorm.whitening import groups
@@ -182,7 +181,7 @@ class ItemPlan(Plan):
         key, fp32 = self.key, torch.float32
         if not backward:
             return self._passes("moments", item_moments, (key.dtype, fp32), {})
-        learned = key.weight is not None or key.bias is not None
+        learned = self.learns
         passing = Passing(SUMMED=False, RELU=key.relu, KEPT=False)
         constants = {"WEIGHT": key.weight is not None, "LEARNED": learned, "PASSING": passing}
         output, sums = key.dtype if key.relu else None, fp32 if learned else None
@@ -190,10 +189,20 @@ class ItemPlan(Plan):
         return self._passes("cross_moments", item_cross_moments, pointers, constants)
 
     def _learned(self) -> Launch:
-        fp32, integers = torch.float32, (self.learned_parts, 2 * self._channels)
+        fp32, weight, integers = torch.float32, self.key.weight is not None, (self.learned_parts, self._channels)
         grid = (-(-2 * self._channels // _SUMMED_COLUMNS), 1)
-        words = {"ROWS": _SUMMED_PARTS, "COLUMNS": _SUMMED_COLUMNS}
-        return Launch(sum_parts, grid, (fp32, fp32), (), integers, (1,), words, 4, self.key.device)
+        words = {"WEIGHT": weight, "ROWS": _SUMMED_PARTS, "COLUMNS": _SUMMED_COLUMNS}
+        pointers = (fp32, fp32 if weight else None, fp32)
+        return Launch(sum_parts, grid, pointers, (), integers, (1,), words, 4, self.key.device)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of an item's matrix."""
+        return self._num_rows
+
+    @property
+    def learns(self) -> bool:
+        return self.key.weight is not None or self.key.bias is not None
 
     @functools.cached_property
     def learned_parts(self) -> int:
@@ -201,11 +210,22 @@ class ItemPlan(Plan):
         by_block = self.launches["cross_moments"].constants["TILE"].BY_BLOCK
         return self.layout.num_groups // self._sets * (1 if by_block else self.num_programs("cross_moments"))
 
+    @functools.cached_property
+    def sums_at(self) -> tuple[int, int]:
+        """Where in the workspace of a backward the sums of dy are, and the parts of d(γ) and d(β); at 16 bytes each."""
+        first = -(-super().work_size("cross_moments") // 4) * 4
+        return first, first + -(-self.layout.channels // 4) * 4
+
+    def work_size(self, name: str) -> int:
+        if name != "cross_moments":
+            return super().work_size(name)
+        return self.sums_at[1] + (2 * self.learned_parts * self._channels if self.learns else 0)
+
 
 _plans: dict[tuple, ItemPlan] = {}
 
 
-def _plan_for(x: Tensor, weight, bias, rows: int, group_size: int, num_iters: int, exact: bool, relu: bool) -> ItemPlan:
+def plan_for(x: Tensor, weight, bias, rows: int, group_size: int, num_iters: int, exact: bool, relu: bool) -> ItemPlan:
     weight_dtype, bias_dtype = (None if t is None else t.dtype for t in (weight, bias))
     split = split_for(x.dtype)
     key = (x.shape, x.stride(), x.dtype, x.device, rows, group_size, num_iters, split, exact, relu)
@@ -242,66 +262,67 @@ def forward(x, weight, bias, rows, group_size, num_iters, eps, exact, relu) -> t
     Returns:
         y, the state that `backward` needs, and the plan.
     """
-    plan = _plan_for(x, weight, bias, rows, group_size, num_iters, exact, relu)
+    plan = plan_for(x, weight, bias, rows, group_size, num_iters, exact, relu)
     if plan.copied:
         x = placed(x, group_size)
     state = x.new_empty(plan.at.size, dtype=torch.float32)
     y = torch.empty_like(x)
-    stream, given = given_to(x.device, x, y, state, weight, bias)
-    source, target, saved, scale, shift = given
-    partials: Any = plan.workspace(x, "moments")
-    absent: Any = None
-    if stream is not None:
-        absent, partials = 0, partials.data_ptr()
+    partials = plan.workspace(x, "moments")
+    stream, given = given_to(x.device, x, y, state, weight, bias, None, None, None, partials, None, None)
+    plan.run(stream, *forward_calls(plan, given, eps, None))
+    return y, state, plan
+
+
+def forward_calls(plan: ItemPlan, given, eps: float, _momentum: float | None) -> tuple[tuple, tuple]:
+    """The launches of a forward pass, and their arguments. `given` are those of `run.forward_calls`."""
+    source, target, saved, scale, shift, *_, partials, _, _ = given
+    absent = 0 if isinstance(source, int) else None
     mean, variance, _, covariance, whitening, iterates = parts_of(saved, plan)
     reduction = (partials, covariance, mean, variance, *(absent,) * 4)
     batch = (covariance, mean, variance, whitening, iterates)
     whitened = (source, target, absent, *batch, scale, shift, *(absent,) * 4, eps, 0.0)
-    plan.run(stream, ("moments", "reduce", "whiten"), ((source, partials), reduction, whitened))
-    return y, state, plan
+    return ("moments", "reduce", "whiten"), ((source, partials), reduction, whitened)
 
 
 def backward(
     grad, x, weight, state, plan: ItemPlan, eps, needs_input, output=None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients for x (None unless `needs_input`), weight and bias, in fp32 (None if nothing is learned).
+    """Gradients for x (None unless `needs_input`), weight (None without one) and bias, in fp32.
 
     `output` is what the forward returned, where an activation was part of it.
     """
     if x.stride() != plan.stride:
         x = placed(x, plan.key.group_size)
     grad, output = in_strides(grad, x), in_strides(output, x)
-    learns = plan.key.weight is not None or plan.key.bias is not None
-    learned = result = None
-    if learns:
-        learned = x.new_empty(plan.learned_parts, 2, x.shape[1], dtype=torch.float32)
-        result = x.new_empty(2, x.shape[1], dtype=torch.float32)
+    grad_bias = x.new_empty(x.shape[1], dtype=torch.float32) if plan.learns else None
+    grad_weight = None if weight is None else x.new_empty(x.shape[1], dtype=torch.float32)
     dx = torch.empty_like(x) if needs_input else None
-    total = x.new_empty(plan.layout.channels, dtype=torch.float32)
-    stream, given = given_to(x.device, x, grad, output, state, dx, weight, learned, result, total)
-    source, gradient, positive, saved, target, scale, parts, sums, grad_sum = given
-    cross: Any = plan.workspace(x, "cross_moments")
+    cross = plan.workspace(x, "cross_moments")
+    gradients = (grad_weight, grad_bias)
+    stream, given = given_to(x.device, x, grad, output, state, dx, weight, *gradients, None, cross, None, None)
+    plan.run(stream, *backward_calls(plan, given, eps, needs_input))
+    return dx, grad_weight, grad_bias
+
+
+def backward_calls(plan: ItemPlan, given, eps: float, needs_input: bool) -> tuple[tuple, tuple]:
+    """The launches of a backward pass, and their arguments. `given` are those of `run.backward_calls`."""
+    source, gradient, positive, saved, target, scale, scale_gradient, bias_gradient, _, cross, _, _ = given
+    absent = 0 if isinstance(cross, int) else None
     # The first part of the workspace is for the reduced matrix, the rest for the partials.
-    half = plan.layout.num_groups * plan.layout.padded**2
-    if stream is not None:
-        cross = cross.data_ptr()
-        absent, partials = 0, cross + 4 * half
-    else:
-        absent, partials = None, cross[half:]
+    partials = behind(cross, plan.layout.num_groups * plan.layout.padded**2)
+    grad_sum, parts = (behind(cross, place) for place in plan.sums_at)
     mean, _, _, covariance, whitening, iterates = parts_of(saved, plan)
+    learned = parts if plan.learns else absent
     names = ("cross_moments",)
-    arguments = ((gradient, source, positive, mean, whitening, scale, parts, partials),)
+    arguments = ((gradient, source, positive, mean, whitening, scale, learned, partials),)
     if needs_input:
         names = ("cross_moments", "cross_reduce", "whiten_backward")
         activations = (gradient, source, positive, target)
         batch = (cross, covariance, mean, whitening, iterates, grad_sum)
-        whitened = (*activations, *batch, scale, absent, eps)
+        # d(γ) of an item is not what it writes: that is summed over the items, below.
+        whitened = (*activations, *batch, scale, scale_gradient, eps)
         arguments += ((partials, cross, grad_sum, *(absent,) * 5), whitened)
-    if learns:
+    if plan.learns:
         names += ("learned",)
-        arguments += ((parts, sums),)
-    plan.run(stream, names, arguments)
-    if result is None:
-        return dx, None, None
-    grad_weight, grad_bias = result
-    return dx, grad_weight, grad_bias
+        arguments += ((parts, scale_gradient, bias_gradient),)
+    return names, arguments

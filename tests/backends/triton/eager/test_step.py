@@ -10,7 +10,7 @@ from checks import correlated
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from iternorm import IterNorm2d
+from iternorm import GroupWhitening2d, InstanceWhitening2d, IterNorm2d
 from iternorm.backends.torch.verbs import is_rows
 from iternorm.backends.triton import layout
 from iternorm.backends.triton.eager import library
@@ -120,6 +120,58 @@ def test_groups_above_64_channels(driver, poisoned_memory):
         expected = steps(expected, 2, shape=shape)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def sample_steps(layer, channels_last: bool) -> list[torch.Tensor]:
+    """Outputs and gradients of two steps of a layer that whitens each sample on its own."""
+    found = []
+    torch.manual_seed(1)
+    for _ in range(2):
+        format = torch.channels_last if channels_last else torch.contiguous_format
+        shape = (3, 8, 4, 4)
+        x = batch(shape=shape).contiguous(memory_format=format).requires_grad_()
+        y = layer(x)
+        parameters = list(layer.parameters())
+        found += [y.detach(), *torch.autograd.grad(y, [x, *parameters], batch(shape=shape))]
+    return found
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("arguments", [{}, {"activation": "relu"}, {"affine": False}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("kind", [GroupWhitening2d, InstanceWhitening2d])
+def test_samples_whitened_on_their_own(kind, arguments, channels_last, driver, poisoned_memory):
+    options = {"num_groups": 4} if kind is GroupWhitening2d else {"group_size": 3}
+    layer, other = (kind(8, num_iters=1, impl="triton", **options, **arguments) for _ in range(2))
+    found = sample_steps(layer, channels_last)
+    # The second batch's: three forward, and three backward with the sum of d(γ) and d(β).
+    assert len(driver.launched) == (6 if arguments == {"affine": False} else 7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_found", None)
+        expected = sample_steps(other, channels_last)
+    assert len(driver.launched) == (6 if arguments == {"affine": False} else 7)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.stride() == theirs.stride()
+
+
+def test_a_graph_of_the_backward_of_samples_and_settings_that_change(driver):
+    layer, other = (GroupWhitening2d(8, num_groups=4, num_iters=1, impl="triton") for _ in range(2))
+    x, weights = batch(shape=(3, 8, 4, 4)).requires_grad_(), batch(shape=(3, 8, 4, 4))
+    for _ in range(2):
+        layer(x)
+    results = []
+    for each in (layer, other):
+        (grad,) = torch.autograd.grad((each(x) * weights).sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(grad.square().sum(), [x, each.weight]))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for each in (layer, other):
+        each.eps, each.num_groups = 0.1, 2
+    assert torch.equal(layer(x), other(x))
+    driver.launched.clear()
+    assert torch.equal(layer(x), other(x))
+    assert len(driver.launched) == 6
+    assert torch.equal(copy.deepcopy(layer)(x), other(x))
 
 
 def used_layer(**arguments) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from iternorm.backends.triton import run, runtime, synchronized
+from iternorm.backends.triton import items, run, runtime, synchronized
 from iternorm.backends.triton.eager.library import functions
 from iternorm.backends.triton.layout import split_of
 from iternorm.backends.triton.plan import Plan, plan_for
@@ -55,6 +55,7 @@ def step_for(
     statistics: Any,
     gradients: Callable[..., tuple],
     collectives: Callable[[Any, Tensor], tuple[tuple, tuple]] | None = None,
+    rows: int | None = None,
 ) -> Any:
     """A training step that `whiten` of `step.cpp` can take, or None if it has to be launched from Python.
 
@@ -66,13 +67,18 @@ def step_for(
             plan and the settings, then what the step has.
         collectives: for a process group and x, what fills its first argument from all ranks' second, and what sums
             its argument over the ranks; each after the name of the group where C++ may ask that itself, or None.
+        rows: of the matrix of each item, where items are whitened each by itself.
     """
     x, weight, bias, residual = tensors[:4]
     group = settings.process_group
     asked = (settings.group_size, settings.steps, statistics, settings.exact, settings.relu)
-    plan = plan_for(
-        x, weight, bias, *asked, residual=residual is not None, ranks=0 if group is None else group.size
-    )  # fmt: skip
+    if rows is None:
+        plan = plan_for(
+            x, weight, bias, *asked, residual=residual is not None, ranks=0 if group is None else group.size
+        )  # fmt: skip
+    else:
+        options = (settings.group_size, settings.steps, settings.exact, settings.relu)
+        plan = items.plan_for(x, weight, bias, rows, *options)
     momentum = None if statistics is None else statistics.momentum
 
     def make() -> Any:
@@ -126,7 +132,7 @@ def _forward_pass(plan: Plan, tensors, eps: float, momentum: float | None, zeroe
     parts = [_given(x), _LIKE_INPUT, state, *learned, _given(residual, True), work, _given(counter), _meeting(plan)]
     if plan.exchange is None:
         parts += [_ABSENT, _ABSENT]
-        calls = run.forward_calls(plan, _numbered(parts)[:-2], eps, momentum)
+        calls = _chains(plan).forward_calls(plan, _numbered(parts)[:-2], eps, momentum)
         return _pass(plan, parts, calls, x)
     length = 1 + plan.exchange.sums
     parts += [_floats(length), _floats(plan.key.ranks * length)]
@@ -140,7 +146,7 @@ def _backward_pass(plan: Plan, asked: tuple, eps: float, reduce) -> Any:
     x, weight, needs_input, relu, more = asked
     if not _is_recorded(plan, x):
         return None
-    channels = _floats(plan.layout.channels)
+    channels = _floats(x.shape[1])
     parts = [
         _given(x),
         _given(x, True),
@@ -157,11 +163,16 @@ def _backward_pass(plan: Plan, asked: tuple, eps: float, reduce) -> Any:
     ]
     if plan.exchange is None:
         parts.append(_ABSENT)
-        return _pass(plan, parts, run.backward_calls(plan, _numbered(parts)[:-1], eps, needs_input))
+        return _pass(plan, parts, _chains(plan).backward_calls(plan, _numbered(parts)[:-1], eps, needs_input))
     parts.append(_floats(plan.exchange.sums))
     before = synchronized.cross_calls(plan, _numbered(parts))
     after = synchronized.backward_calls(plan, _numbered(parts), eps)
     return _pass(plan, parts, _joined(before, after), None, (len(before[0]), 12, -1, *reduce))
+
+
+def _chains(plan: Plan) -> Any:
+    """What says which launches the passes of a plan have."""
+    return items if isinstance(plan, items.ItemPlan) else run
 
 
 def _is_recorded(plan: Plan, x: Tensor) -> bool:

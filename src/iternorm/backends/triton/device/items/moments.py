@@ -199,17 +199,30 @@ def item_cross_moments(
 
 
 @triton.jit(do_not_specialize=["num_parts"])
-def sum_parts(parts_ptr, sums_ptr, num_parts, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
-    """The sums over the parts ``[num_parts, width]`` of d(γ) and d(β), `COLUMNS` of them to a program.
+def sum_parts(
+    parts_ptr,
+    grad_weight_ptr,
+    grad_bias_ptr,
+    num_parts,
+    C,
+    WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The sums over the parts ``[num_parts, 2, C]`` of d(γ) and d(β), `COLUMNS` of them to a program.
 
     Rows of a block are added up at the end, always in one order.
     """
     follow(PDL)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    there = columns < width
+    there = columns < 2 * C
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for start in range(0, num_parts, ROWS):
         part = start + tl.arange(0, ROWS)
-        places = part.to(tl.int64)[:, None] * width + columns[None, :]
+        places = part.to(tl.int64)[:, None] * (2 * C) + columns[None, :]
         total += tl.load(parts_ptr + places, mask=(part < num_parts)[:, None] & there[None, :], other=0.0)
-    tl.store(sums_ptr + columns, tl.sum(total, 0), mask=there)
+    sums = tl.sum(total, 0)
+    if WEIGHT:
+        tl.store(grad_weight_ptr + columns, sums, mask=columns < C)
+    tl.store(grad_bias_ptr + columns - C, sums, mask=there & (columns >= C))
