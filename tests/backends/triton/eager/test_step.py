@@ -128,7 +128,7 @@ def sample_steps(layer, channels_last: bool) -> list[torch.Tensor]:
     torch.manual_seed(1)
     for _ in range(2):
         format = torch.channels_last if channels_last else torch.contiguous_format
-        shape = (3, 8, 4, 4)
+        shape = (2, 8, 4, 4)
         x = batch(shape=shape).contiguous(memory_format=format).requires_grad_()
         y = layer(x)
         parameters = list(layer.parameters())
@@ -136,11 +136,18 @@ def sample_steps(layer, channels_last: bool) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("arguments", [{}, {"activation": "relu"}, {"affine": False}, {"bias": False}], ids=str)
-@pytest.mark.parametrize("kind", [GroupWhitening2d, InstanceWhitening2d])
+@pytest.mark.parametrize(
+    ("kind", "arguments", "channels_last"),
+    [
+        (GroupWhitening2d, {}, False),
+        (GroupWhitening2d, {"activation": "relu"}, True),
+        (GroupWhitening2d, {"affine": False}, True),
+        (GroupWhitening2d, {"bias": False}, False),
+        (InstanceWhitening2d, {}, True),
+    ],
+)
 def test_samples_whitened_on_their_own(kind, arguments, channels_last, driver, poisoned_memory):
-    options = {"num_groups": 4} if kind is GroupWhitening2d else {"group_size": 3}
+    options = {"num_groups": 4} if kind is GroupWhitening2d else {"group_size": 5}
     layer, other = (kind(8, num_iters=1, impl="triton", **options, **arguments) for _ in range(2))
     found = sample_steps(layer, channels_last)
     # The second batch's: three forward, and three backward with the sum of d(γ) and d(β).
@@ -156,7 +163,7 @@ def test_samples_whitened_on_their_own(kind, arguments, channels_last, driver, p
 
 def test_a_graph_of_the_backward_of_samples_and_settings_that_change(driver):
     layer, other = (GroupWhitening2d(8, num_groups=4, num_iters=1, impl="triton") for _ in range(2))
-    x, weights = batch(shape=(3, 8, 4, 4)).requires_grad_(), batch(shape=(3, 8, 4, 4))
+    x, weights = batch(shape=(2, 8, 4, 4)).requires_grad_(), batch(shape=(2, 8, 4, 4))
     for _ in range(2):
         layer(x)
     results = []
