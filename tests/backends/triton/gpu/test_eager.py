@@ -6,7 +6,7 @@ import pytest
 import torch
 from checks import correlated
 
-from iternorm import DecorrelatedBatchNorm2d, IterNorm2d
+from iternorm import DecorrelatedBatchNorm2d, GroupWhitening2d, IterNorm2d
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,6 +55,27 @@ def test_steps_from_cpp_are_those_from_python(dtype, channels_last, residual, gr
     expected, name = steps(layers[1], shape, dtype, channels_last, residual)
     assert "_WhitenEager" in name
     for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_samples_whitened_on_their_own_from_cpp(dtype, channels_last, monkeypatch):
+    from iternorm.backends.triton.eager import library
+
+    format = torch.channels_last if channels_last else torch.contiguous_format
+    values = [correlated(8, 96, 8, 8, dtype=torch.float32).cuda().to(dtype) for _ in range(2)]
+    x, grad = (value.contiguous(memory_format=format) for value in values)
+    x.requires_grad_()
+    results = []
+    for found in (library._found, None):
+        monkeypatch.setattr(library, "_found", found)
+        layer = GroupWhitening2d(96, activation="relu").cuda()
+        for _ in range(2):
+            y = layer(x)
+        assert ("_WhitenItems" in y.grad_fn.name()) == (found is None)
+        results.append((y, *torch.autograd.grad(y, (x, *layer.parameters()), grad)))
+    for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
 
 
