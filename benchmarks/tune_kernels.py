@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from iternorm.backends.triton import items, run, stream, tiling
+from iternorm.backends.triton import items, run, tiling
 from iternorm.backends.triton import plan as plans
 from iternorm.backends.triton.tiling import Tiles
+from iternorm.backends.triton.tools import stream
 
 STAGES = [2, 3, 4]
 PER_SM = [1, 2, 3, 4]
@@ -80,7 +81,7 @@ def of_samples(x: torch.Tensor, rows: int = 32) -> Calls:
     state = forward()[1]
 
     def backward():
-        plan = items._plan_for(x, learned, learned, rows, rows, _STEPS, False, False)
+        plan = items.plan_for(x, learned, learned, rows, rows, _STEPS, False, False)
         return items.backward(grad, x, learned, state, plan, _EPS, True)
 
     return {"forward": forward, "backward": backward}

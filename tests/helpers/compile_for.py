@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from iternorm.backends.triton import items, plan, roots, runtime, stream
+from iternorm.backends.triton import items, plan, runtime
+from iternorm.backends.triton.tools import roots, stream
 from iternorm.linalg.roots import _schedule
 
 DTYPES = {"exact": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -104,7 +105,7 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
         iterates = ("whiten", "whiten_backward")
     else:
         iterates = ("iterate", "iterate_backward", "wide_weight_gradient", "apply_backward")
-        if made.in_blocks("apply"):
+        if made.maps.in_blocks("apply"):
             iterates += ("operands", "backward_operands")
     for name in (*names, *iterates):
         launch = made.launches[name]

@@ -1,7 +1,7 @@
 """The coupled iteration X <- X h(M), M <- M h(M)^p for A^(-1/p), and its derivative: matrix products only.
 
 Everything here is a batch ``[B, d, d]`` of symmetric matrices whose eigenvalues are at most 1. Where there are kernels
-(`iternorm.backends.triton.roots`) they take the place of `iterate`.
+(`iternorm.backends.triton.tools.roots`) they take the place of `iterate`.
 """
 
 import torch

@@ -182,7 +182,7 @@ class _Root(torch.autograd.Function):
 @torch.library.custom_op("iternorm::inverse_root", mutates_args=())
 def root_op(batch: Tensor, p: int) -> Tensor:
     """The minimax iteration in kernels, of the symmetric parts of ``[B, d, d]``."""
-    from iternorm.backends.triton import roots
+    from iternorm.backends.triton.tools import roots
 
     steps, damping = _schedule(batch.dtype, p, "minimax")
     return roots.inverse_root(batch, steps, p, damping)

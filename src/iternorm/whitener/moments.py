@@ -34,10 +34,10 @@ class Moments(NamedTuple):
 
 
 class Stream:
-    """What has been seen so far on a GPU, where no call waits for a batch: `iternorm.backends.triton.stream`."""
+    """What has been seen so far on a GPU, where no call waits for a batch: `iternorm.backends.triton.tools.stream`."""
 
     def __init__(self, before: Moments | None, first: Tensor):
-        from iternorm.backends.triton import stream
+        from iternorm.backends.triton.tools import stream
 
         self.size, self._device = first.shape[1], first.device
         num_samples, mean, covariance, self._resolution = before or (0, None, None, 0.0)

@@ -180,13 +180,13 @@ class ItemPlan(Plan):
     def _moments(self, backward: bool = False) -> Launch:
         key, fp32 = self.key, torch.float32
         if not backward:
-            return self._passes("moments", item_moments, (key.dtype, fp32), {})
+            return self.passes("moments", item_moments, (key.dtype, fp32), {})
         learned = self.learns
         passing = Passing(SUMMED=False, RELU=key.relu, KEPT=False)
         constants = {"WEIGHT": key.weight is not None, "LEARNED": learned, "PASSING": passing}
         output, sums = key.dtype if key.relu else None, fp32 if learned else None
         pointers = (key.dtype, key.dtype, output, fp32, fp32, key.weight, sums, fp32)
-        return self._passes("cross_moments", item_cross_moments, pointers, constants)
+        return self.passes("cross_moments", item_cross_moments, pointers, constants)
 
     def _learned(self) -> Launch:
         fp32, weight, integers = torch.float32, self.key.weight is not None, (self.learned_parts, self._channels)
@@ -309,7 +309,7 @@ def backward_calls(plan: ItemPlan, given, eps: float, needs_input: bool) -> tupl
     source, gradient, positive, saved, target, scale, scale_gradient, bias_gradient, _, cross, _, _ = given
     absent = 0 if isinstance(cross, int) else None
     # The first part of the workspace is for the reduced matrix, the rest for the partials.
-    partials = behind(cross, plan.layout.num_groups * plan.layout.padded**2)
+    partials = behind(cross, plan.layout.matrix_size)
     grad_sum, parts = (behind(cross, place) for place in plan.sums_at)
     mean, _, _, covariance, whitening, iterates = parts_of(saved, plan)
     learned = parts if plan.learns else absent

@@ -42,6 +42,11 @@ class Layout(NamedTuple):
         """Whether groups are computed in blocks of channels."""
         return self.padded > LARGEST_TILE
 
+    @property
+    def matrix_size(self) -> int:
+        """The elements of the padded matrices of all groups."""
+        return self.num_groups * self.padded**2
+
 
 def unsupported(x: Tensor, group_size: int, solver: str = "newton") -> str | None:
     """Why the kernels cannot run on `x`, or None."""

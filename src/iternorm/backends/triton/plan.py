@@ -7,26 +7,23 @@ import torch
 from torch import Tensor
 from triton import OutOfResources
 
-from iternorm.backends.triton.device.apply import apply_backward, apply_forward
 from iternorm.backends.triton.device.moments import partial_moments, reduce_moments
 from iternorm.backends.triton.device.newton import Newton
 from iternorm.backends.triton.device.tiles import After, Passing, Tile
 from iternorm.backends.triton.device.whiten import weight_gradient, whiten_backward, whiten_forward
-from iternorm.backends.triton.device.wide.apply import wide_apply, wide_apply_backward
 from iternorm.backends.triton.device.wide.moments import wide_moments, wide_reduce
-from iternorm.backends.triton.device.wide.operands import backward_operands, forward_operands
 from iternorm.backends.triton.exchange import Exchange
 from iternorm.backends.triton.iteration import Iteration, RunningKey
 from iternorm.backends.triton.layout import (
     BLOCK,
     LARGEST_NEWTON,
-    LARGEST_TILE,
     Layout,
     layout_of,
     placed_without_data,
     slots_of,
     state_of,
 )
+from iternorm.backends.triton.maps import Maps
 from iternorm.backends.triton.precision import (
     NewtonSplit,
     Split,
@@ -131,6 +128,7 @@ class Plan:
         self.keeps_gradient = (key.relu and key.residual) or key.summed
         # Whether batches are counted.
         self.counts = key.running is not None and key.running.counted
+        self.maps = Maps(self)
         makers = self._makers()
         self.iteration: Iteration | None = None
         if layout.padded > LARGEST_NEWTON:
@@ -148,8 +146,6 @@ class Plan:
         self._num_sms = device_of(key.device).num_sms
         self._chosen: dict[str, Tiles] = {}
         self._num_programs: dict[str, int] = {}
-        # Matrices of 128x128 in three parts ask for more shared memory than there is.
-        self._maps_blocks = layout.wide or (layout.padded == LARGEST_TILE and key.split == Split.THREE_PARTS)
 
     def _makers(self) -> dict[str, Callable[[], Launch]]:
         """What makes each launch, when it is first wanted."""
@@ -157,14 +153,11 @@ class Plan:
             "moments": self._moments,
             "reduce": self._reduce,
             "whiten": self._whiten,
-            "apply": self._apply,
             "cross_moments": self._cross_moments,
             "cross_reduce": self._cross_reduce,
             "whiten_backward": self._whiten_backward,
             "weight_gradient": self._weight_gradient,
-            "apply_backward": self._apply_backward,
-            "operands": self._operands,
-            "backward_operands": self._backward_operands,
+            **self.maps.makers,
         }
 
     def _layout_of(self, x: Tensor) -> Layout:
@@ -185,7 +178,7 @@ class Plan:
             return self._chosen[kernel]
         key = self.key
         third = {"moments": False, "apply": key.residual, "whiten": key.residual, "cross_moments": key.relu}
-        tiles = tiles_for(kernel, self._tiled, key.split, third.get(kernel, self._masks))
+        tiles = tiles_for(kernel, self._tiled, key.split, third.get(kernel, self.masks))
         # The iteration's backward in three parts takes most of a multiprocessor's shared memory.
         return (
             tiles._replace(per_sm=1)
@@ -193,7 +186,7 @@ class Plan:
             else tiles
         )
 
-    def _passes(
+    def passes(
         self,
         kernel: str,
         function,
@@ -266,11 +259,11 @@ class Plan:
         pointers = (key.dtype, key.dtype, *gradients, mean, torch.float32)
         constants = {"SELF": not backward, "PASSING": passing}
         if not self.layout.wide:
-            return self._passes(name, partial_moments, pointers, constants)
+            return self.passes(name, partial_moments, pointers, constants)
         block = block_of(name, self.layout)
         across = self.layout.padded // block
         pairs = across**2 if backward else across * (across + 1) // 2
-        return self._passes(name, wide_moments, pointers, constants, block=block, blocks=pairs)
+        return self.passes(name, wide_moments, pointers, constants, block=block, blocks=pairs)
 
     def _cross_moments(self) -> Launch:
         return self._moments(backward=True)
@@ -326,23 +319,23 @@ class Plan:
             "AVERAGE": None if self.key.running is None else running.average,
             "WEIGHT": weight is not None,
             "BIAS": bias is not None,
-            "AFTER": self._after,
+            "AFTER": self.after,
         }
-        pointers = (dtype, dtype, self._residual, *(fp32,) * 4, self.kept, weight, bias, running.mean, running.matrix)
+        pointers = (dtype, dtype, self.residual, *(fp32,) * 4, self.kept, weight, bias, running.mean, running.matrix)
         counters = (torch.int64 if running.counted else None,) * 2
-        return self._passes("whiten", whiten_forward, (*pointers, *counters), constants, floats=(0.1, 0.1))
+        return self.passes("whiten", whiten_forward, (*pointers, *counters), constants, floats=(0.1, 0.1))
 
     def _whiten_backward(self) -> Launch:
         dtype, weight, fp32 = self.key.dtype, self.key.weight, torch.float32
-        activations = (dtype, dtype, dtype if self._masks else None, dtype)
+        activations = (dtype, dtype, dtype if self.masks else None, dtype)
         pointers = (*activations, *(fp32,) * 4, self.kept, fp32, weight, None if weight is None else fp32)
         in_half = self.newton_split in (NewtonSplit.ONE_HALF, NewtonSplit.TWO_HALVES)
         largest = newton_range(self.key.num_iters) if in_half else 1.0
         # Of matrices on their way: as many as leave room for the programs of a multiprocessor.
         stages = 3 if self.newton_split <= (2 if self._tiles("whiten_backward").per_sm == 1 else 1) else 2
         newton = self._newton._replace(LARGEST=largest, STAGES=stages)
-        constants = {"NEWTON": newton, "WEIGHT": weight is not None, "RELU": self._masks}
-        return self._passes("whiten_backward", whiten_backward, pointers, constants, floats=(0.1,))
+        constants = {"NEWTON": newton, "WEIGHT": weight is not None, "RELU": self.masks}
+        return self.passes("whiten_backward", whiten_backward, pointers, constants, floats=(0.1,))
 
     def _weight_gradient(self) -> Launch:
         layout, fp32 = self.layout, torch.float32
@@ -350,80 +343,18 @@ class Plan:
         grid = (layout.num_groups, 1)
         return Launch(weight_gradient, grid, (fp32,) * 3, (), (layout.channels,), (0,), constants, 4, self.key.device)
 
-    def _apply(self) -> Launch:
-        dtype, weight, bias, fp32 = self.key.dtype, self.key.weight, self.key.bias, torch.float32
-        constants = {"WEIGHT": weight is not None, "AFTER": self._after}
-        activations = (dtype, dtype, self._residual)
-        if not self._maps_blocks:
-            whole = {**constants, "BIAS": bias is not None}
-            launch = self._whole("apply", apply_forward, (*activations, fp32, fp32, weight, bias), whole)
-            if launch is not None:
-                return launch
-        return self._by_block("apply", wide_apply, (*activations, self.operand, fp32, weight, fp32), constants)
-
-    def _apply_backward(self) -> Launch:
-        dtype, weight, fp32 = self.key.dtype, self.key.weight, torch.float32
-        constants = {"RELU": self._masks}
-        activations = (dtype, dtype, dtype if self._masks else None, dtype)
-        if not self._maps_blocks:
-            whole = {**constants, "WEIGHT": weight is not None}
-            launch = self._whole("apply_backward", apply_backward, (*activations, *(fp32,) * 4, weight), whole)
-            if launch is not None:
-                return launch
-        pointers = (*activations, self.operand, self.operand, fp32, fp32)
-        return self._by_block("apply_backward", wide_apply_backward, pointers, constants)
-
-    def _whole(self, name: str, function, pointers: tuple, constants: dict[str, Any]) -> Launch | None:
-        """A kernel that applies matrices which are on chip; None if the GPU has no room for matrices of 128x128."""
-        try:
-            return self._passes(name, function, pointers, constants)
-        except OutOfResources:
-            if self.layout.padded < LARGEST_TILE:
-                raise
-            return None
-
-    def _by_block(self, name: str, function, pointers: tuple, constants: dict[str, Any]) -> Launch:
-        return self._passes(name, function, pointers, constants, block=BLOCK, blocks=self.layout.padded // BLOCK)
-
-    def in_blocks(self, name: str) -> bool:
-        """Whether a launch applies matrices block by block, as `operands` or `backward_operands` prepares them."""
-        return self.launches[name].kernel in (wide_apply, wide_apply_backward)
-
     @property
-    def operand(self) -> torch.dtype:
-        """What prepared matrices are in."""
-        return torch.bfloat16 if self.key.split == Split.ONE_PART else torch.float32
-
-    def _operands(self) -> Launch:
-        weight, bias, fp32 = self.key.weight, self.key.bias, torch.float32
-        pointers = (fp32, fp32, weight, bias, self.operand, fp32)
-        constants = {"WEIGHT": weight is not None, "BIAS": bias is not None}
-        return self._prepares("apply", forward_operands, pointers, (), constants)
-
-    def _backward_operands(self) -> Launch:
-        weight, fp32 = self.key.weight, torch.float32
-        pointers = (*(fp32,) * 4, weight, self.operand, self.operand, fp32)
-        constants = {"WEIGHT": weight is not None}
-        return self._prepares("apply_backward", backward_operands, pointers, (self.layout.samples,), constants)
-
-    def _prepares(self, name: str, function, pointers: tuple, integers: tuple[int, ...], constants: dict) -> Launch:
-        """Matrices for the launch of this name: a few rows to a program."""
-        layout, rows = self.layout, 4
-        constants = {"TILE": self.launches[name].constants["TILE"], **constants, "ROWS": rows}
-        constants |= {"COLUMNS": 1 << (layout.padded - 1).bit_length()}
-        grid, integers = (layout.padded // rows, layout.num_groups), (*integers, layout.channels)
-        return Launch(function, grid, pointers, (), integers, (len(integers) - 1,), constants, 4, self.key.device)
-
-    @property
-    def _after(self) -> After:
+    def after(self) -> After:
+        """What follows the normalization in a forward's last kernel."""
         return After(self.key.residual, self.key.relu)
 
     @property
-    def _residual(self) -> torch.dtype | None:
+    def residual(self) -> torch.dtype | None:
+        """The dtype of what is added there."""
         return self.key.dtype if self.key.residual else None
 
     @property
-    def _masks(self) -> bool:
+    def masks(self) -> bool:
         """Whether the backward's last kernel masks the gradient, which its first has not written."""
         return self.key.relu and not self.keeps_gradient
 

@@ -183,25 +183,20 @@ def apply_calls(plan: Plan, activations, values, room) -> list[tuple[str, tuple]
         values: W, μ, γ and β.
         room: memory for prepared matrices of all groups and a value for each of their rows.
     """
-    if not plan.in_blocks("apply"):
+    if not plan.maps.in_blocks("apply"):
         return [("apply", (*activations, *values))]
     whitening, mean, scale, shift = values
-    operand, offset = _matrix_at(plan, room, 0), behind(room, _matrix_size(plan))
+    operand, offset = _matrix_at(plan, room, 0), behind(room, plan.layout.matrix_size)
     return [
         ("operands", (whitening, mean, scale, shift, operand, offset)),
         ("apply", (*activations, operand, mean, scale, offset)),
     ]
 
 
-def _matrix_size(plan: Plan) -> int:
-    """The elements of matrices of all groups."""
-    return plan.layout.num_groups * plan.layout.padded**2
-
-
 def _matrix_at(plan: Plan, room, index: int) -> Any:
     """The place of prepared matrices behind so many others, each as large as one of fp32."""
-    place = behind(room, index * _matrix_size(plan))
-    return place if isinstance(place, int) else place.view(plan.operand)
+    place = behind(room, index * plan.layout.matrix_size)
+    return place if isinstance(place, int) else place.view(plan.maps.operand)
 
 
 def behind(place: Any, count: int) -> Any:
@@ -244,7 +239,7 @@ def backward_calls(plan: Plan, given, eps: float, needs_input: bool) -> tuple[tu
     """
     source, gradient, positive, saved, target, scale, scale_gradient, grad_sum, kept, cross, place, more = given
     # The first part of the workspace is for the reduced matrix, the rest for the partials. The iteration has all of it.
-    absent, partials = 0 if isinstance(cross, int) else None, behind(cross, _matrix_size(plan))
+    absent, partials = 0 if isinstance(cross, int) else None, behind(cross, plan.layout.matrix_size)
     mean, _, _, covariance, whitening, iterates = parts_of(saved, plan)
     first = (gradient, source, positive, more, kept, mean, partials)
     second = (partials, cross, grad_sum, absent, absent, absent, absent, absent)
@@ -288,14 +283,12 @@ def gradient_calls(plan: Plan, activations, batch, learned, work, eps, needs_inp
         return (name,), (values,)
     matrices = (cross, covariance, whitening, scale, scale_gradient)
     name, values = plan.iteration.backward(*matrices, cross, second, place, eps, 2 / plan.layout.samples)
-    if not plan.in_blocks("apply_backward"):
+    if not plan.maps.in_blocks("apply_backward"):
         applied = (*activations, whitening, second, mean, grad_sum, scale)
         return (name, "apply_backward"), (values, applied)
     # The iteration has left its room.
-    operands, offset = (
-        (_matrix_at(plan, second, 1), _matrix_at(plan, second, 2)),
-        behind(second, 3 * _matrix_size(plan)),
-    )
+    operands = (_matrix_at(plan, second, 1), _matrix_at(plan, second, 2))
+    offset = behind(second, 3 * plan.layout.matrix_size)
     prepared = (whitening, second, mean, grad_sum, scale, *operands, offset)
     applied = (*activations, *operands, mean, offset)
     return (name, "backward_operands", "apply_backward"), (values, prepared, applied)
@@ -315,10 +308,9 @@ def apply(x, whitening, mean, weight, bias, group_size, relu=False, residual=Non
     if plan.copied:
         x = placed(x, group_size)
     y = torch.empty_like(x)
-    in_blocks, layout = plan.in_blocks("apply"), plan.layout
-    room = (
-        x.new_empty(_matrix_size(plan) + layout.num_groups * layout.padded, dtype=torch.float32) if in_blocks else None
-    )
+    room, layout = None, plan.layout
+    if plan.maps.in_blocks("apply"):
+        room = x.new_empty(layout.matrix_size + layout.num_groups * layout.padded, dtype=torch.float32)
     stream, given = given_to(x.device, x, y, in_strides(residual, x), whitening, mean, weight, bias, room)
     names, arguments = zip(*apply_calls(plan, given[:3], given[3:7], given[7]), strict=True)
     plan.run(stream, names, arguments)

@@ -151,7 +151,7 @@ def cross_calls(plan: Plan, given) -> tuple[tuple, tuple]:
     source, gradient, positive, saved, _, _, scale_gradient, own_sum, kept, work, _, _, sent = given
     absent = 0 if isinstance(source, int) else None
     mean, _, _, _, whitening, _ = parts_of(saved, plan)
-    room = behind(work, plan.layout.num_groups * plan.layout.padded**2)
+    room = behind(work, plan.layout.matrix_size)
     weighted = plan.key.weight is not None
     by_row = (whitening, scale_gradient) if weighted and not plan.layout.wide else (absent, absent)
     names = ("cross_moments", "cross_reduce")
@@ -169,7 +169,7 @@ def backward_calls(plan: Plan, given, eps: float) -> tuple[tuple, tuple]:
     absent = 0 if isinstance(source, int) else None
     # After the matrix for the kernels, and at the end of the workspace.
     end, vectors = plan.work_size("cross_moments"), plan.exchange.vectors
-    room = behind(work, plan.layout.num_groups * plan.layout.padded**2)
+    room = behind(work, plan.layout.matrix_size)
     grad_sum, unwanted = behind(work, end - vectors), behind(work, end - vectors // 2)
     mean, _, batches, covariance, whitening, iterates = parts_of(saved, plan)
     # An operator that begins here is given what passed the activation as the gradient.

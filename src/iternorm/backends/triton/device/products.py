@@ -1,7 +1,7 @@
 """Products of fp32 tiles in the tensor cores' smaller formats."""
 
 # A checker takes the language of the kernels for Python.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportArgumentType=false
 import triton
 import triton.language as tl
 

@@ -19,7 +19,7 @@ class StreamPlan(Plan):
         # Samples that the threads of a program have side by side, 16 bytes each.
         apart = 512 * self._tiles("moments").warps // (self.layout.padded * self.key.dtype.itemsize)
         pointers, constants = (self.key.dtype, torch.float32), {"APART": min(16, apart)}
-        return self._passes("moments", stream_moments, pointers, constants)
+        return self.passes("moments", stream_moments, pointers, constants)
 
     @functools.cached_property
     def join(self) -> Launch:
