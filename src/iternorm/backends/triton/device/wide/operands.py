@@ -43,11 +43,9 @@ def load_lines(ptr, rows, columns, N: tl.constexpr):
 def store_lines(ptr, group, rows, columns, value, TILE: tl.constexpr):
     """Rows of a matrix ``[BD, BD]``."""
     ptr += group * TILE.BD * TILE.BD
-    tl.store(
-        ptr + rows[:, None] * TILE.BD + columns[None, :],
-        value,
-        mask=(columns < TILE.BD)[None, :] & (rows >= 0)[:, None],
-    )
+    # A mask of one shape: the interpreter of Triton 3.9 takes no other.
+    mask = (rows < TILE.BD)[:, None] & (columns < TILE.BD)[None, :]
+    tl.store(ptr + rows[:, None] * TILE.BD + columns[None, :], value, mask=mask)
 
 
 @triton.jit
@@ -66,7 +64,7 @@ def forward_operands(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """W as `wide_apply` takes it, and β; for bfloat16, which is not centred, less what W makes of γ times the mean."""
+    """W as `wide_apply` takes it, and its offset: β, or for bfloat16, which is not centred, β - γ W μ."""
     group, rows, columns, channels = lines_of(C, TILE, ROWS, COLUMNS)
     first = group * TILE.D
     scale = load_vector(weight_ptr, first + rows, rows < channels, WEIGHT, 1.0)
@@ -98,9 +96,9 @@ def backward_operands(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Aᵀ = W diag(γ), W being symmetric, and the second matrix as `wide_apply_backward` takes them, and its offset.
+    """Aᵀ = W diag(γ), W being symmetric, and the second matrix B as `wide_apply_backward` takes them, and its offset.
 
-    That is -Aᵀ Σ dy / M; for bfloat16, which is not centred, less what the second matrix makes of the mean.
+    That is -Aᵀ Σ dy / M, or for bfloat16, which is not centred, -Aᵀ Σ dy / M - B μ.
     """
     group, rows, columns, channels = lines_of(C, TILE, ROWS, COLUMNS)
     first = group * TILE.D
