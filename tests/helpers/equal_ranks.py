@@ -21,7 +21,17 @@ class EqualRanks(_Group):
         self.asked.append("sum")
         for tensor in tensors:
             tensor.mul_(self.size())
-        return _done()
+        return _done(tensors)
+
+    # DistributedDataParallel sends its parameters to the others, and compares their shapes.
+    def broadcast(self, tensors, _options=None):
+        return _done(tensors)
+
+    def allgather(self, outputs, given, _options=None):
+        for gathered, tensor in zip(outputs, given, strict=True):
+            for output in gathered:
+                output.copy_(tensor)
+        return _done(outputs)
 
     def _allgather_base(self, output, given, _options=None):
         self.asked.append("gather")
@@ -46,9 +56,9 @@ class EqualRanks(_Group):
         return dist.distributed_c10d._world.pg_names[self]
 
 
-def _done():
+def _done(result=None):
     future = torch.futures.Future()
-    future.set_result(None)
+    future.set_result(result)
     return _create_work_from_future(future)
 
 

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 import iternorm
 from iternorm import IterNorm2d, SyncIterNorm
+from iternorm.timing.gpu.synchronized import absent_ranks
 
 LAYERS = [
     iternorm.IterNorm1d,
@@ -202,12 +203,12 @@ def test_idioms_of_training_loops_and_trainers():
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_fsdp_keeps_the_layer_out_of_mixed_precision(tmp_path):
+def test_fsdp_keeps_the_layer_out_of_mixed_precision():
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    # Not gloo: see the test of DistributedDataParallel in test_torch.py.
+    with absent_ranks(1):
         precision = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
         with warnings.catch_warnings():
             # It says that it keeps these layers in fp32.
@@ -229,5 +230,3 @@ def test_fsdp_keeps_the_layer_out_of_mixed_precision(tmp_path):
         assert seen[IterNorm2d] == seen[nn.BatchNorm2d] == (torch.float32,) * 2
         layer = next(m for m in model.modules() if isinstance(m, IterNorm2d))
         assert layer.running_whitening.dtype == torch.float32
-    finally:
-        torch.distributed.destroy_process_group()
