@@ -12,7 +12,7 @@ from checks import correlated
 from iternorm import GroupWhitening2d, IterNorm2d
 from iternorm.backends.triton import items, plan
 
-WORDS: dict = {"num_iters": 2, "impl": "triton"}
+WORDS: dict = {"num_iters": 1, "impl": "triton"}
 LAYERS = {
     "16 groups": (lambda: IterNorm2d(62, group_size=4, **WORDS), (3, 62, 4, 4)),
     "samples": (lambda: GroupWhitening2d(8, num_groups=4, **WORDS), (7, 8, 4, 4)),
@@ -35,8 +35,11 @@ def step(name, last, monkeypatch):
     return found, rows
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("name", LAYERS)
+# The partials of a batch do not depend on its memory format; those of samples do.
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [("16 groups", False), ("samples", False), ("samples", True), ("more rows than there are", True)],
+)
 def test_several_rows_to_a_program_give_the_bits_of_one(name, last, monkeypatch, poisoned_memory):
     several, rows = step(name, last, monkeypatch)
     assert min(rows) > 1
