@@ -58,7 +58,7 @@ class ItemPlan(Plan):
     """
 
     def __init__(self, key: Key, x: Tensor, rows: int):
-        self._num_rows = rows
+        self.num_rows = rows
         super().__init__(key, x)
 
     def _makers(self) -> dict[str, Callable[[], Launch]]:
@@ -68,8 +68,8 @@ class ItemPlan(Plan):
         size = self.key.group_size
         items, self._channels = x.shape[:2]
         self._length = x.numel() // (items * self._channels)
-        self._span = self._channels // self._num_rows
-        self._sets = -(-self._num_rows // size)
+        self._span = self._channels // self.num_rows
+        self._sets = -(-self.num_rows // size)
         rows = self._length == 1 or not x.is_contiguous()
         most = _PACKED_BYTES // x.element_size()
         # The largest power of two that divides the channels of a row.
@@ -92,7 +92,7 @@ class ItemPlan(Plan):
             num_groups=items * self._sets,
             # An item has fewer values, and where it begins is counted in 64 bits.
             int64=False,
-            even=size == padded and self._num_rows % size == 0,
+            even=size == padded and self.num_rows % size == 0,
         )
 
     @property
@@ -196,12 +196,8 @@ class ItemPlan(Plan):
         return Launch(sum_parts, grid, pointers, (), integers, (1,), words, 4, self.key.device)
 
     @property
-    def num_rows(self) -> int:
-        """The rows of an item's matrix."""
-        return self._num_rows
-
-    @property
     def learns(self) -> bool:
+        """Whether there is a γ or a β."""
         return self.key.weight is not None or self.key.bias is not None
 
     @functools.cached_property
@@ -234,23 +230,13 @@ def plan_for(x: Tensor, weight, bias, rows: int, group_size: int, num_iters: int
     if plan is None:
         if len(_plans) > 4096:
             _plans.clear()
-        size = groups.effective_size(rows, group_size)
         made = Key(
-            shape=x.shape,
-            stride=x.stride(),
-            dtype=x.dtype,
-            device=x.device,
-            group_size=size,
-            num_iters=num_iters,
-            split=split,
+            *(x.shape, x.stride(), x.dtype, x.device),
+            *(groups.effective_size(rows, group_size), num_iters, split),
             exact=exact,
             relu=relu,
-            residual=False,
-            summed=False,
             weight=weight_dtype,
             bias=bias_dtype,
-            running=None,
-            ranks=0,
         )
         plan = _plans[key] = ItemPlan(made, x, rows)
     return plan

@@ -54,14 +54,14 @@ class Key(NamedTuple):
     group_size: int
     num_iters: int
     split: Split
-    exact: bool  # the iteration's products in fp32's accuracy, whatever the user allows
-    relu: bool  # an activation follows
-    residual: bool  # something is added before it
-    summed: bool  # the gradient of the output comes in two parts
-    weight: torch.dtype | None
-    bias: torch.dtype | None
-    running: RunningKey | None
-    ranks: int  # whose batches are one; 0 is this process alone
+    exact: bool = False  # the iteration's products in fp32's accuracy, whatever the user allows
+    relu: bool = False  # an activation follows
+    residual: bool = False  # something is added before it
+    summed: bool = False  # the gradient of the output comes in two parts
+    weight: torch.dtype | None = None
+    bias: torch.dtype | None = None
+    running: RunningKey | None = None
+    ranks: int = 0  # whose batches are one; 0 is this process alone
 
 
 _plans: dict[Key, "Plan"] = {}

@@ -247,32 +247,20 @@ def partial_moments(
 
 
 @triton.jit
-def reduce_row(
+def joined_row(
     workspace_ptr,
-    matrix_ptr,
-    vector_ptr,
-    variance_ptr,
-    num_batches_ptr,
-    batches_ptr,
-    whitening_ptr,
-    grad_weight_ptr,
     M,
-    C,
     num_programs,
     unit,
     group,
     row,
-    D: tl.constexpr,
     BD: tl.constexpr,
     BC: tl.constexpr,
     SPAN: tl.constexpr,
     PB: tl.constexpr,
     SELF: tl.constexpr,
-    COUNT: tl.constexpr,
-    SENT: tl.constexpr,
-    WEIGHT: tl.constexpr,
 ):
-    """Join one row of the partials of a group: see `reduce_moments`."""
+    """A row of a group's matrix ``[BD]`` and its vector, from the partials: see `reduce_moments`."""
     columns = tl.arange(0, BD)
     first_row = row * SPAN
     firsts = columns * SPAN
@@ -326,30 +314,7 @@ def reduce_row(
         total_row = tl.sum(tl.where(columns == row, total, 0.0), 0)
         line = line / M - total_row * total
         total += anchor
-    member = columns < tl.minimum(D, C - group * D)
-    if SENT:
-        vector, matrices = sent_places(matrix_ptr, C, SELF)
-        inside = (columns < D) & (row < D)
-        tl.store(matrices + (group * D + row) * D + columns, line, mask=inside)
-        if WEIGHT:
-            whitening = tl.load(whitening_ptr + (group * D + row) * D + columns, mask=inside, other=0.0)
-            gradient = tl.sum(line * whitening, 0)
-            tl.store(grad_weight_ptr + group * D + row, gradient, mask=row < tl.minimum(D, C - group * D))
-        if row == 0:
-            tl.store(vector + group * D + columns, total, mask=member)
-            if SELF:
-                if group == 0:
-                    tl.store(matrix_ptr, M.to(tl.float32))
-    else:
-        tl.store(matrix_ptr + (group * BD + row) * BD + columns, line)
-    if row == 0:
-        if not (SENT and SELF):
-            tl.store(vector_ptr + group * D + columns, total, mask=member)
-        if COUNT:
-            if group == 0:
-                copy_count(num_batches_ptr, batches_ptr)
-    if SELF and not SENT:
-        tl.store(variance_ptr + group * D + columns, line, mask=member & (columns == row))
+    return line, total
 
 
 @triton.jit(do_not_specialize=["M", "num_programs", "unit"])
@@ -390,10 +355,31 @@ def reduce_moments(
     """
     follow(PDL)
     group = tl.program_id(0)
-    first = tl.program_id(1) * EACH
+    columns = tl.arange(0, BD)
+    member = columns < tl.minimum(D, C - group * D)
     for turn in tl.static_range(EACH):
-        reduce_row(
-            workspace_ptr, matrix_ptr, vector_ptr, variance_ptr, num_batches_ptr, batches_ptr, whitening_ptr,
-            grad_weight_ptr, M, C, num_programs, unit, group, first + turn, D, BD, BC, SPAN, PB, SELF, COUNT, SENT,
-            WEIGHT,
-        )  # fmt: skip
+        row = tl.program_id(1) * EACH + turn
+        line, total = joined_row(workspace_ptr, M, num_programs, unit, group, row, BD, BC, SPAN, PB, SELF)
+        if SENT:
+            vector, matrices = sent_places(matrix_ptr, C, SELF)
+            inside = (columns < D) & (row < D)
+            tl.store(matrices + (group * D + row) * D + columns, line, mask=inside)
+            if WEIGHT:
+                whitening = tl.load(whitening_ptr + (group * D + row) * D + columns, mask=inside, other=0.0)
+                gradient = tl.sum(line * whitening, 0)
+                tl.store(grad_weight_ptr + group * D + row, gradient, mask=row < tl.minimum(D, C - group * D))
+            if row == 0:
+                tl.store(vector + group * D + columns, total, mask=member)
+                if SELF:
+                    if group == 0:
+                        tl.store(matrix_ptr, M.to(tl.float32))
+        else:
+            tl.store(matrix_ptr + (group * BD + row) * BD + columns, line)
+        if row == 0:
+            if not (SENT and SELF):
+                tl.store(vector_ptr + group * D + columns, total, mask=member)
+            if COUNT:
+                if group == 0:
+                    copy_count(num_batches_ptr, batches_ptr)
+        if SELF and not SENT:
+            tl.store(variance_ptr + group * D + columns, line, mask=member & (columns == row))

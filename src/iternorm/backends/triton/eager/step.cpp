@@ -524,9 +524,9 @@ Launch launch_from(PyObject* described) {
   return launch;
 }
 
-// make_pass(launcher, launches, parts, tf32, exchange, read_strides): of each part its origin, its number of elements, an example and
-// whether it is an activation; exchange is None, or after how many launches, the numbers of two tensors, the name of a
-// process group or None, and what to call in Python.
+// make_pass(launcher, launches, parts, tf32, exchange, read_strides): of each part its origin, its number of elements,
+// an example and whether it is an activation; exchange is None, or after how many launches, the numbers of two tensors,
+// the name of a process group or None, and what to call in Python; read_strides are empty where nothing is copied.
 PyObject* make_pass(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
   auto pass = c10::make_intrusive<Pass>();

@@ -48,20 +48,7 @@ def _plan_for(x: Tensor) -> StreamPlan:
         # Whatever the user allows. In simulation a covariance of fp32 is off by 1.5e-7, and by 3.5e-6 where all values
         # are multiples of 1 / 255, so that roundings do not average out. Three parts would take twice as long.
         split = split_for(x.dtype) and Split.STREAMED
-        made = Key(
-            *key,
-            group_size=x.shape[1],
-            num_iters=0,
-            split=split,
-            exact=False,
-            relu=False,
-            residual=False,
-            summed=False,
-            weight=None,
-            bias=None,
-            running=None,
-            ranks=0,
-        )
+        made = Key(*key, group_size=x.shape[1], num_iters=0, split=split)
         plan = _plans[key] = StreamPlan(made, x)
     return plan
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.products import as_tf32
+from iternorm.backends.triton.device.steps import load_block, store_block
 from iternorm.backends.triton.device.tiles import follow, load_vector
 
 
@@ -30,22 +31,6 @@ def lines_of(C, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     group = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     return group, rows, tl.arange(0, COLUMNS), tl.minimum(TILE.D, C - group * TILE.D)
-
-
-@triton.jit
-def load_lines(ptr, rows, columns, N: tl.constexpr):
-    """Rows of a matrix ``[N, N]``, zero beyond it."""
-    mask = (rows < N)[:, None] & (columns < N)[None, :]
-    return tl.load(ptr + rows[:, None] * N + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def store_lines(ptr, group, rows, columns, value, TILE: tl.constexpr):
-    """Rows of a matrix ``[BD, BD]``."""
-    ptr += group * TILE.BD * TILE.BD
-    # A mask of one shape: the interpreter of Triton 3.9 takes no other.
-    mask = (rows < TILE.BD)[:, None] & (columns < TILE.BD)[None, :]
-    tl.store(ptr + rows[:, None] * TILE.BD + columns[None, :], value, mask=mask)
 
 
 @triton.jit
@@ -70,8 +55,8 @@ def forward_operands(
     scale = load_vector(weight_ptr, first + rows, rows < channels, WEIGHT, 1.0)
     offset = load_vector(bias_ptr, first + rows, rows < channels, BIAS, 0.0)
     follow(PDL)
-    stored = as_stored(load_lines(whitening_ptr + first * TILE.D, rows, columns, TILE.D), TILE)
-    store_lines(operand_ptr, group, rows, columns, stored, TILE)
+    stored = as_stored(load_block(whitening_ptr + first * TILE.D, rows, columns, TILE.D, False), TILE)
+    store_block(operand_ptr + group * TILE.BD * TILE.BD, rows, columns, stored, TILE.BD, False)
     if TILE.PARTS == 1:
         mean = tl.load(mean_ptr + first + columns, mask=columns < channels, other=0.0)
         offset -= scale * tl.sum(stored.to(tl.float32) * mean[None, :], 1)
@@ -104,13 +89,14 @@ def backward_operands(
     first = group * TILE.D
     scale = load_vector(weight_ptr, first + columns, columns < channels, WEIGHT, 1.0)
     follow(PDL)
-    matrix = load_lines(whitening_ptr + first * TILE.D, rows, columns, TILE.D) * scale[None, :]
-    second = load_lines(second_ptr + group * TILE.BD * TILE.BD, rows, columns, TILE.BD)
+    place = group * TILE.BD * TILE.BD
+    matrix = load_block(whitening_ptr + first * TILE.D, rows, columns, TILE.D, False) * scale[None, :]
+    second = load_block(second_ptr + place, rows, columns, TILE.BD, False)
     grad_sum = tl.load(grad_sum_ptr + first + columns, mask=columns < channels, other=0.0)
     offset = -tl.sum(matrix * (grad_sum / M)[None, :], 1)
     stored = as_stored(second, TILE)
-    store_lines(operand_ptr, group, rows, columns, as_stored(matrix, TILE), TILE)
-    store_lines(second_operand_ptr, group, rows, columns, stored, TILE)
+    store_block(operand_ptr + place, rows, columns, as_stored(matrix, TILE), TILE.BD, False)
+    store_block(second_operand_ptr + place, rows, columns, stored, TILE.BD, False)
     if TILE.PARTS == 1:
         mean = tl.load(mean_ptr + first + columns, mask=columns < channels, other=0.0)
         offset -= tl.sum(stored.to(tl.float32) * mean[None, :], 1)
