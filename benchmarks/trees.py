@@ -4,7 +4,8 @@ git worktree add ../old 38ef59e
 PYTHONPATH=src python benchmarks/trees.py --old ../old/src --new src --json trees.json
 
 A row is one layer on one activation: forward and backward in a CUDA graph. Each tree runs in its own processes, and
-they take turns, so that a change of the machine's speed affects both.
+they take turns, so that a change of the machine's speed affects both. `--batch-norm` times nn.BatchNorm2d on the same
+activations, once, in both layouts; rows are divided by the faster one.
 """
 
 import argparse
@@ -57,8 +58,8 @@ def rows() -> list[Row]:
     return found
 
 
-def microseconds(row: Row) -> float:
-    """One step of a row, in a graph of `STEPS`: the median of `REPLAYS`.
+def microseconds(row: Row, batch_norm: bool = False) -> float:
+    """One step of a row, or of BatchNorm on its activation, in a graph of `STEPS`: the median of `REPLAYS`.
 
     The clock is not the package's own, which is that of either tree.
     """
@@ -72,7 +73,9 @@ def microseconds(row: Row) -> float:
         for _ in range(2)
     )
     channels = row.shape[1]
-    if row.num_iters:
+    if batch_norm:
+        layer = torch.nn.BatchNorm2d(channels)
+    elif row.num_iters:
         layer = iternorm.IterNorm2d(channels, group_size=row.group_size, num_iters=row.num_iters)
     else:
         layer = iternorm.DecorrelatedBatchNorm2d(channels, group_size=row.group_size)
@@ -105,6 +108,10 @@ def microseconds(row: Row) -> float:
     return median(times)
 
 
+def _in_other_layout(row: str) -> str:
+    return row.replace("NCHW", "NHWC") if "NCHW" in row else row.replace("NHWC", "NCHW")
+
+
 def child(tree: Path, *arguments: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(tree.resolve())}
     command = [sys.executable, __file__, "--measure", *arguments]
@@ -125,6 +132,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="how often each tree is timed; 0 compiles kernels only")
     parser.add_argument("--processes", type=int, default=12, help="that compile kernels first")
     parser.add_argument("--only", default="", help="a pattern for the names of rows")
+    parser.add_argument("--batch-norm", action="store_true", help="time BatchNorm too")
     parser.add_argument("--json", type=Path, help="write all timings to this file")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
@@ -132,7 +140,7 @@ def main() -> None:
     if arguments.measure:
         part, parts = arguments.part
         chosen = [row for row in rows() if re.search(arguments.only, str(row))][part::parts]
-        print(json.dumps({str(row): microseconds(row) for row in chosen}))
+        print(json.dumps({str(row): microseconds(row, arguments.batch_norm) for row in chosen}))
         return
     trees = {"old": arguments.old, "new": arguments.new}
     for name, tree in trees.items():
@@ -153,11 +161,17 @@ def main() -> None:
         for name, tree in trees.items():
             for row, value in answer(child(tree, *only)).items():
                 times[name].setdefault(row, []).append(value)
+    batch_norm = answer(child(arguments.new, "--batch-norm", *only)) if arguments.batch_norm else {}
     found = {}
     for row, new in times["new"].items():
         old = times["old"][row]
         found[row] = {"old_us": old, "new_us": new, "ratio": median(new) / median(old)}
-        print(f"{row:55s} {median(old):8.1f} {median(new):8.1f} us {found[row]['ratio']:6.3f}")
+        line = f"{row:55s} {median(old):8.1f} {median(new):8.1f} us {found[row]['ratio']:6.3f}"
+        if batch_norm:
+            layouts = [batch_norm[name] for name in (row, _in_other_layout(row)) if name in batch_norm]
+            found[row]["batch_norm_us"] = batch_norm[row]
+            line += f"  {median(new) / min(layouts):6.2f} of BatchNorm"
+        print(line)
     if arguments.json is not None:
         from iternorm.report.files import write_text_atomically
         from iternorm.report.provenance import provenance
