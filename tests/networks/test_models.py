@@ -45,6 +45,21 @@ def test_a_vgg_whose_whitening_layers_rectify_is_the_same_network(label):
     assert not any(isinstance(layer, nn.ReLU) for layer in whole.modules())
     apart = VGG(10, make_norm(label), blocks=[(width // 32, depth) for width, depth in VGG_BLOCKS]).double()
     assert sum(isinstance(layer, nn.ReLU) for layer in apart.features) == 16
+    assert_the_same_network(whole, apart)
+
+
+@pytest.mark.parametrize("label", ["IterNorm T=5 d=8", "DBN-16"])
+def test_a_wide_resnet_whose_whitening_layers_rectify_is_the_same_network(label):
+    whole = build("wrn-10-2", label, 10, (3, 32, 32), width=1 / 4).double()
+    found = {name: norm.activation for name, norm in whole.named_modules() if hasattr(norm, "activation")}
+    assert {name for name, activation in found.items() if activation is None} <= {"stem_norm"}
+    stem = make_norm(label) if "stem_norm" in found else None
+    apart = WideResNet(10, 2, 10, make_norm(label), stem_norm=stem, width=1 / 4).double()
+    assert_the_same_network(whole, apart)
+
+
+def assert_the_same_network(whole, apart):
+    """Outputs, gradients and running statistics are the same to the last bit."""
     # Names and shapes are the same, so that checkpoints of one are those of the other.
     apart.load_state_dict(whole.state_dict())
     images = torch.randn(8, 3, 32, 32, dtype=torch.float64)

@@ -29,6 +29,12 @@ def _normalization(norm: NormFactory | None, channels: int) -> nn.Module:
     return nn.Identity() if norm is None else norm(channels)
 
 
+def _rectified(norm: nn.Module, x: Tensor) -> Tensor:
+    """Norm and ReLU, which may be a part of the norm."""
+    x = norm(x)
+    return x if getattr(norm, "activation", None) == "relu" else x.relu()
+
+
 def _conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(in_channels, out_channels, size, stride=stride, padding=size // 2, bias=False)
 
@@ -60,8 +66,8 @@ class WideBlock(nn.Module):
         self.shortcut = _conv(in_channels, out_channels, 1, stride) if projected else None
 
     def forward(self, x: Tensor) -> Tensor:
-        activation = self.norm1(x).relu()
-        residual = self.norm2(self.conv1(activation)).relu()
+        activation = _rectified(self.norm1, x)
+        residual = _rectified(self.norm2, self.conv1(activation))
         residual = self.conv2(self.dropout(residual))
         return residual + (x if self.shortcut is None else self.shortcut(activation))
 
@@ -77,7 +83,8 @@ class WideResNet(nn.Module):
         depth: d, of the form 6n + 4.
         widen_factor: k.
         num_classes: The number of outputs.
-        norm: Makes a normalization from its number of channels; None has none.
+        norm: Makes a normalization from its number of channels; None has none. One with ``activation="relu"`` needs no
+            ReLU after it.
         stem_norm: One more normalization, right after the first convolution and without a ReLU. The code behind the
             paper's numbers has it with IterNorm and not with BN. None has none.
         dropout: The share of activations, not channels, that are dropped between the convolutions of a block.
@@ -126,7 +133,7 @@ class WideResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks(self.stem_norm(self.conv(x)))
-        return self.head(self.norm(x).relu().mean((2, 3)))
+        return self.head(_rectified(self.norm, x).mean((2, 3)))
 
 
 class ResidualBlock(nn.Module):
