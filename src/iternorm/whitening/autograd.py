@@ -4,6 +4,7 @@
 matrices. `composed` is the same function in operators that torch differentiates itself.
 """
 
+from itertools import islice
 from types import ModuleType
 
 import torch
@@ -55,7 +56,7 @@ class _Whiten(torch.autograd.Function):
         ctx.mark_non_differentiable(mean, covariance, whitening)
         # Else autograd would fill zeros for the three of them.
         ctx.set_materialize_grads(False)
-        ctx.num_parts = len(solved)
+        ctx.lengths = [len(state) for state in solved]
         ctx.settings, ctx.iteration = settings, iteration
         return y, mean, covariance, whitening
 
@@ -78,8 +79,8 @@ class _Whiten(torch.autograd.Function):
             if needs[2]:
                 grad_bias = grad_sum.to(bias.dtype)
             if needs[0]:
-                each = len(state) // ctx.num_parts
-                solved = [tuple(state[i * each : (i + 1) * each]) for i in range(ctx.num_parts)]
+                remaining = iter(state)
+                solved = [tuple(islice(remaining, length)) for length in ctx.lengths]
                 if settings.process_group:
                     # The gradients of weight and bias stay those of this rank, as in SyncBatchNorm: DDP averages them.
                     grad_sum, cross = collective.global_sums(grad_sum, cross, settings.process_group)

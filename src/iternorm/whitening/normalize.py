@@ -78,7 +78,8 @@ def apply(
 ) -> Tensor:
     """The third verb on given statistics, as one grouped 1x1 convolution (one more for a smaller last group).
 
-    Built of ordinary operators, so that it exports, and differentiable in everything but the statistics.
+    Groups of one channel are scaled and shifted. Built of ordinary operators, so that it exports, and differentiable in
+    everything but the statistics.
     """
     spatial = max(x.ndim - 2, 1)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
@@ -92,8 +93,11 @@ def apply(
             # Inductor of torch 2.6 to 2.9 cannot lower a convolution of a slice on the CPU, and removes some copies of
             # slices. A product it keeps. Eager convolutions copy a slice anyway.
             operands = [(activation[:, p.channels] * 1, p.of(matrix) * 1, offset[p.channels] * 1) for p in parts]
+        ones = (1,) * spatial
         outputs = [
-            convolve(values, weights.reshape(-1, part.size, *(1,) * spatial), shift, groups=part.count)
+            convolve(values, weights.reshape(-1, part.size, *ones), shift, groups=part.count)
+            if part.size > 1
+            else torch.addcmul(shift.view(-1, *ones), values, weights.reshape(-1, *ones))
             for part, (values, weights, shift) in zip(parts, operands, strict=True)
         ]
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)

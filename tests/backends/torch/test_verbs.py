@@ -102,28 +102,31 @@ def test_the_memory_format_is_kept(shape):
 
 @pytest.mark.parametrize("mean", [0.0, 3.0, 30.0, 1e3, -1e4])
 @pytest.mark.parametrize("misleading", [False, True])
-def test_second_moments_keep_their_accuracy_under_a_large_mean(mean, misleading):
+@pytest.mark.parametrize("group_size", [1, 8])
+def test_second_moments_keep_their_accuracy_under_a_large_mean(mean, misleading, group_size):
     # Eq. 3-4. In the second case the first sample, whose mean is zero, promises that nothing need be subtracted.
     x = torch.randn(64, 8, 24, 24) + mean
     if misleading:
         x[0] -= mean
     for view in (x, x.to(memory_format=torch.channels_last), x[:, :, 0, 0]):
-        found = torch_verbs.moments(view, 8)
-        (block,) = by_group(view.double(), 8)
-        assert relative_error(found[0], block.mean(1)) < 2e-6
-        assert relative_error(found[1], torch.cov(block, correction=0)[None]) < 2e-5
+        found = torch_verbs.moments(view, group_size)
+        blocks = by_group(view.double(), group_size)
+        expected = [torch.cov(block, correction=0).view(group_size, group_size) for block in blocks]
+        assert relative_error(found[0], torch.cat([block.mean(1) for block in blocks])) < 2e-6
+        assert relative_error(found[1], torch.stack(expected)) < 2e-5
 
 
-def test_sums_are_split_over_tiles_and_no_sample_is_lost(monkeypatch):
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_sums_are_split_over_tiles_and_no_sample_is_lost(group_size, monkeypatch):
     # Tiles small enough that every loop over them runs more than once, with a remainder.
     monkeypatch.setattr(tiles, "TILE", 64)
     x = correlated(7, 10, 5, 3)
     for name, view in formats(x):
         for dtype in (torch.float64, torch.float32):
-            mean, covariance = torch_verbs.moments(view.to(dtype), 4)
-            blocks = by_group(x, 4)
+            mean, covariance = torch_verbs.moments(view.to(dtype), group_size)
+            blocks = by_group(x, group_size)
             assert relative_error(mean, torch.cat([b.mean(1) for b in blocks])) < 1e-6, name
-            expected = padded([torch.cov(b, correction=0) for b in blocks], 4)
+            expected = padded([torch.cov(b, correction=0).view(len(b), len(b)) for b in blocks], group_size)
             assert relative_error(covariance, expected) < 1e-6, name
 
 
@@ -136,19 +139,21 @@ def test_empty_memory_is_written(poisoned_memory):
 @pytest.mark.parametrize("shape", [(64, 64, 32, 32), (64, 96, 32, 32), (64, 128, 16, 16), (256, 512, 4, 4)])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_verb_copies_the_activation(shape, channels_last, dtype):
+@pytest.mark.parametrize("group_size", [1, 64])
+def test_no_verb_copies_the_activation(shape, channels_last, dtype, group_size):
     x = torch.randn(shape).to(dtype)
     if channels_last:
         x = x.to(memory_format=torch.channels_last)
-    matrix, offset = torch.randn(-(-shape[1] // 64), 64, 64), torch.randn(shape[1])
+    matrix, offset = torch.randn(-(-shape[1] // group_size), group_size, group_size), torch.randn(shape[1])
     # In units of an fp32 activation, which is what a centred or transposed copy would take: tiles are widened.
     whole, output = x.numel() * 4, x.numel() * x.element_size()
-    assert peak_bytes(lambda: torch_verbs.moments(x, 64)) < 0.6 * whole
+    assert peak_bytes(lambda: torch_verbs.moments(x, group_size)) < 0.6 * whole
     # torch 2.6 and 2.14 make one more copy of a tile of bfloat16 rows for its product: 0.67 in place of 0.42.
     limit = 0.7 if torch.__version__.startswith(("2.6.", "2.14.")) else 0.6
-    assert peak_bytes(lambda: torch_verbs.cross_moments(x, x, offset, 64)) < limit * whole
-    assert peak_bytes(lambda: torch_verbs.apply(x, matrix, offset, 64)) - output < 0.4 * whole
-    assert peak_bytes(lambda: torch_verbs.apply_backward(x, x, matrix, matrix, offset, 64)) - output < 0.5 * whole
+    assert peak_bytes(lambda: torch_verbs.cross_moments(x, x, offset, group_size)) < limit * whole
+    assert peak_bytes(lambda: torch_verbs.apply(x, matrix, offset, group_size)) - output < 0.4 * whole
+    extra = peak_bytes(lambda: torch_verbs.apply_backward(x, x, matrix, matrix, offset, group_size)) - output
+    assert extra < 0.5 * whole
 
 
 @pytest.mark.parametrize("channels", [64, 128])

@@ -1,4 +1,4 @@
-"""An activation in tiles: planes of contiguous memory, or rows of channels_last memory.
+"""An activation in tiles: planes of contiguous memory, rows of channels_last memory, or single channels of either.
 
 A layout says how the channels of one part of the groups are viewed, which tiles they are read in, and how a tile is
 loaded, summed, multiplied and mapped. Tiles are in the compute dtype and take a fraction of the activation's memory.
@@ -19,8 +19,10 @@ TILES = 8
 DEVICE_TILE = 1 << 26
 
 
-def layout_for(planes: Tensor, part: Part, dtype: torch.dtype) -> "Planes | Rows":
+def layout_for(planes: Tensor, part: Part, dtype: torch.dtype) -> "Layout":
     """The layout of ``[N, C, L]``, computed in `dtype`."""
+    if part.size == 1:
+        return Channels(part, dtype)
     # Rows serve channels_last, and planes too short for a matrix product each: those are transposed tile by tile.
     channels_last = planes.stride(1) == 1 and planes.shape[1] > 1
     return Rows(part, dtype) if channels_last or planes.shape[2] < part.size else Planes(part, dtype)
@@ -194,6 +196,67 @@ class Rows:
             start = torch.baddbmm(start, self.load(view, tile, None), matrix.mT, out=result)
         if not direct:
             target.copy_(result.view(target.shape))
+
+
+class Channels:
+    """Tiles of ``[n, C, l]``, each channel a group of its own: BatchNorm's sums and maps, in any memory order.
+
+    As products of 1x1 matrices they would take many times as long.
+    """
+
+    def __init__(self, part: Part, dtype: torch.dtype):
+        self.part, self.dtype = part, dtype
+
+    def view(self, planes: Tensor) -> Tensor:
+        return planes[:, self.part.channels]
+
+    def tiles(self, view: Tensor, copied: bool) -> Iterator[tuple[slice, slice]]:
+        samples, positions = _tile_shape(view, view.shape[0], view.shape[2])
+        return ((n, s) for n in _slices(view.shape[0], samples) for s in _slices(view.shape[2], positions))
+
+    @staticmethod
+    def num_samples(view: Tensor) -> int:
+        return view.shape[0] * view.shape[2]
+
+    def glance(self, view: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the first 256 values of each channel or more, ``[C, 1]``."""
+        samples = min(view.shape[0], -(-256 // view.shape[2]))
+        return self.spread(view, (slice(0, samples), slice(0, view.shape[2])))
+
+    def spread(self, view: Tensor, tile: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
+        """Mean and variance of a tile, ``[C, 1]``."""
+        variance, mean = torch.var_mean(self.load(view, tile, None), (0, 2), correction=0)
+        return mean[:, None], variance[:, None]
+
+    def first_mean(self, view: Tensor) -> Tensor:
+        return self.load(view, next(self.tiles(view, copied=True)), None).mean((0, 2))[:, None]
+
+    def load(self, view: Tensor, tile: tuple[slice, slice], shift: Tensor | None) -> Tensor:
+        block = view[tile[0], :, tile[1]].to(self.dtype)
+        return block if shift is None else block - shift
+
+    @staticmethod
+    def channel_sum(block: Tensor) -> Tensor:
+        return block.sum((0, 2))[:, None]
+
+    @staticmethod
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        return (left * right).sum((0, 2))[:, None, None]
+
+    def cross(self, left: Tensor, right: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+        return self.channel_sum(left), self.product(left, right - mean)
+
+    def map(self, views, matrices, offset, tile, out) -> None:
+        target = out[tile[0], :, tile[1]]
+        place = target if target.dtype == self.dtype else torch.empty_like(target, dtype=self.dtype)
+        start = offset
+        for view, matrix in zip(views, matrices, strict=True):
+            start = torch.addcmul(start, self.load(view, tile, None), matrix[:, 0], out=place)
+        if place is not target:
+            target.copy_(place)
+
+
+Layout = Planes | Rows | Channels
 
 
 def _pieces(rows: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ through a workspace of a fraction of the activation, in fp32 for half and bfloat
 import torch
 from torch import Tensor
 
-from iternorm.backends.torch.tiles import Planes, Rows, layout_for
+from iternorm.backends.torch.tiles import Channels, Layout, layout_for
 from iternorm.whitening import modes
 from iternorm.whitening.groups import pad, parts
 
@@ -66,13 +66,17 @@ def moments(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
         layout = layout_for(planes, part, compute_dtype(planes.dtype))
         view = layout.view(planes)
         needed = x.device.type != "cpu" or _is_offset(*layout.glance(view), 2)
-        if needed and len(tiles := list(layout.tiles(view, copied=True))) == 1:
+        if not needed or len(tiles := list(layout.tiles(view, copied=True))) > 1:
+            mean, covariance = _moments_about(layout, view, layout.first_mean(view) if needed else None)
+        elif isinstance(layout, Channels):
+            # In one pass, and without a centred copy.
+            mean, variance = layout.spread(view, tiles[0])
+            covariance = variance[:, :, None]
+        else:
             # The mean of the first tile is the mean.
             mean = layout.first_mean(view)
             block = layout.load(view, tiles[0], mean)
             covariance = layout.product(block, block) / layout.num_samples(view)
-        else:
-            mean, covariance = _moments_about(layout, view, layout.first_mean(view) if needed else None)
         # Between the two limits the glance is trusted: reading once more costs more than the digit it would gain.
         if not needed and _is_offset(mean, covariance.diagonal(dim1=-2, dim2=-1), 4):
             mean, covariance = _moments_about(layout, view, mean)
@@ -86,7 +90,7 @@ def _is_offset(mean: Tensor, variance: Tensor, deviations: float) -> bool:
     return not bool((mean.square() <= deviations**2 * variance).all())
 
 
-def _moments_about(layout: Planes | Rows, view: Tensor, pilot: Tensor | None) -> tuple[Tensor, Tensor]:
+def _moments_about(layout: Layout, view: Tensor, pilot: Tensor | None) -> tuple[Tensor, Tensor]:
     """Mean ``[G, d]`` and covariance from sums about `pilot` (zero where None)."""
     total = second = 0
     for tile in layout.tiles(view, copied=pilot is not None):

@@ -63,14 +63,18 @@ def unsupported(x: Tensor, group_size: int, solver: str = "newton") -> str | Non
     return lacking(x.device.index) if x.is_cuda else None
 
 
-def by_cublas(x: Tensor, group_size: int) -> bool:
-    """Whether the torch path, whose products are cuBLAS's, is faster: for large fp32 activations in wide groups.
+def faster_in_torch(x: Tensor, group_size: int, solver: str) -> bool:
+    """Whether the torch path is faster: for large fp32 activations in wide groups, by cuBLAS, and for single channels.
 
     256x256x8x8 took 439 us in the kernels and 601 in torch, 64x1024x14x14 took 4027 and 2879, 128x256x56x56 7033 and
-    2919; in bfloat16 that took 1711 and 5633 (H200, CUDA graph, TF32, forward and backward).
+    2919; in bfloat16 that took 1711 and 5633 (H200, CUDA graph, TF32, forward and backward). A kernel's tile has the
+    channels of one group: with a single one, 256x64x32x32 took 5533 us in channels_last, where groups of 64 took 173.
     """
-    wide = groups.effective_size(x.shape[1], group_size) > LARGEST_TILE
-    return wide and x.dtype == torch.float32 and x.numel() > 2**23
+    size = groups.effective_size(x.shape[1], group_size)
+    if size == 1:
+        # ZCA of the torch path is an eigendecomposition, which waits for the GPU.
+        return solver == "newton"
+    return size > LARGEST_TILE and x.dtype == torch.float32 and x.numel() > 2**23
 
 
 def dense(x: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from iternorm.backends.triton.iteration import meeting_place
 from iternorm.backends.triton.layout import (
-    by_cublas,
     dense,
+    faster_in_torch,
     placed,
     split_of,
     state_of,
@@ -25,8 +25,8 @@ from iternorm.backends.triton.runtime import given_to, lacking, on_device
 __all__ = [
     "apply",
     "backward",
-    "by_cublas",
     "dense",
+    "faster_in_torch",
     "forward",
     "lacking",
     "on_device",
