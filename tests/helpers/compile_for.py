@@ -7,9 +7,17 @@
 
 With `many`, for 24 steps in place of 5; with `ranks`, for a layer that 8 of them share. Prints, for each launch, its
 name, the samples of a tile, its stages, and what it asks for of shared memory.
+
+    python compile_for.py -
+
+reads such words from its input, line after line, and writes `ended` and an exit status after what each line prints.
+Each line is a fork of this process, which has imported everything.
 """
 
+import os
+import signal
 import sys
+import traceback
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -114,5 +122,32 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
         print(name, samples, stages, launch.prepared[0].metadata.shared)
 
 
+def in_fork(words: list[str]) -> int:
+    """Compile in a process of its own, and return its exit status."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    # Ends a compiler that hangs.
+    signal.alarm(600)
+    status = 1
+    try:
+        main(*words)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:] == ["-"]:
+        # The first fake tensor imports more.
+        with FakeTensorMode():
+            torch.empty(1, device="cuda:0")
+        for line in sys.stdin:
+            status = in_fork(line.split())
+            print("ended", status, flush=True)
+    else:
+        main(*sys.argv[1:])

@@ -205,6 +205,33 @@ def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):
         IterNorm2d(16, impl="triton")(torch.randn(4, 16, 3, 3))
 
 
+@pytest.fixture(scope="module")
+def shared_bytes(tmp_path_factory):
+    """What tells the shared memory that each launch asks for on a GPU, compiled in a fork of another process."""
+    folder = tmp_path_factory.mktemp("compiled")
+    script = Path(__file__).parents[2] / "helpers" / "compile_for.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
+    pipe = subprocess.PIPE
+    with (
+        (folder / "errors").open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, str(script), "-"], env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True
+        ) as compiler,
+    ):
+
+        def compiled(name, arguments):
+            major, minor, shared = GPUS[name]
+            print(f"{major}{minor}", shared, *arguments, file=compiler.stdin, flush=True)
+            lines = []
+            while not (lines and lines[-1].startswith("ended ")):
+                lines.append(compiler.stdout.readline())
+                assert lines[-1], (folder / "errors").read_text()[-2000:]
+            assert lines.pop() == "ended 0\n", (folder / "errors").read_text()[-2000:]
+            return {line.split()[0]: int(line.split()[-1]) for line in lines}
+
+        yield compiled
+
+
 @pytest.mark.rare
 @pytest.mark.parametrize(
     ("name", "arguments"),
@@ -221,8 +248,8 @@ def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):
         ("RTX 4090", ("exact", "planes", "256", "ranks")),
     ],
 )
-def test_the_kernels_compile_for_other_gpus(name, arguments, tmp_path):
-    asked = shared_bytes(name, arguments, tmp_path)
+def test_the_kernels_compile_for_other_gpus(name, arguments, shared_bytes):
+    asked = shared_bytes(name, arguments)
     assert {"moments", "reduce", "cross_moments", "apply"} < set(asked)
     assert ("merge" in asked) == ("ranks" in arguments)
     assert max(asked.values()) <= GPUS[name][2]
@@ -230,16 +257,16 @@ def test_the_kernels_compile_for_other_gpus(name, arguments, tmp_path):
 
 @pytest.mark.rare
 @pytest.mark.parametrize(("name", "size"), [("A100", "100"), ("RTX 4090", "1024"), ("H200", "1024")])
-def test_the_kernels_of_matrix_roots_compile(name, size, tmp_path):
-    asked = shared_bytes(name, ("roots", size), tmp_path)
+def test_the_kernels_of_matrix_roots_compile(name, size, shared_bytes):
+    asked = shared_bytes(name, ("roots", size))
     assert set(asked) == {"bound", "begin", "multiply", "finish"}
     assert max(asked.values()) <= GPUS[name][2]
 
 
 @pytest.mark.rare
 @pytest.mark.parametrize(("name", "size"), [("A100", "64"), ("RTX 4090", "128"), ("H200", "128")])
-def test_the_kernels_of_a_stream_compile(name, size, tmp_path):
-    asked = shared_bytes(name, ("stream", size), tmp_path)
+def test_the_kernels_of_a_stream_compile(name, size, shared_bytes):
+    asked = shared_bytes(name, ("stream", size))
     assert set(asked) == {"moments", "join"}
     assert max(asked.values()) <= GPUS[name][2]
 
@@ -257,18 +284,7 @@ def test_the_kernels_of_a_stream_compile(name, size, tmp_path):
         ("H200", ("exact", "rows", "items", "64")),
     ],
 )
-def test_the_kernels_of_items_compile(name, arguments, tmp_path):
-    asked = shared_bytes(name, (*arguments, "relu"), tmp_path)
+def test_the_kernels_of_items_compile(name, arguments, shared_bytes):
+    asked = shared_bytes(name, (*arguments, "relu"))
     assert {"moments", "whiten", "cross_moments", "whiten_backward", "learned"} < set(asked)
     assert max(asked.values()) <= GPUS[name][2]
-
-
-def shared_bytes(name, arguments, folder):
-    """The shared memory that each launch asks for on a GPU, compiled in another process."""
-    major, minor, shared = GPUS[name]
-    script = Path(__file__).parents[2] / "helpers" / "compile_for.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
-    command = [sys.executable, str(script), f"{major}{minor}", str(shared), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return {line.split()[0]: int(line.split()[-1]) for line in done.stdout.splitlines()}
