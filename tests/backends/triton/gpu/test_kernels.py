@@ -85,6 +85,17 @@ def test_groups_that_are_left_to_cublas_against_fp64(name, precision):
 
 
 @pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize("last", [False, True])
+def test_single_channels_that_are_left_to_torch_against_fp64(name, last, precision, poisoned_memory):
+    dtype, setting, budget = BUDGETS[name]
+    precision(setting)
+    x = activation((16, 12, 8, 8), dtype, last)
+    assert dispatch.choose(Settings(1), x) is dispatch.Backend.VERBS
+    found = errors(layer_for(x.shape, group_size=1, impl="auto"), x, torch.randn_like(x))
+    assert worst(found) < budget, found
+
+
+@pytest.mark.parametrize("name", BUDGETS)
 @pytest.mark.parametrize(
     ("shape", "group_size"),
     [
