@@ -96,13 +96,14 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
     torch.set_float32_matmul_precision("highest" if precision == "exact" else "high")
     size = int(more[0]) if more and more[0].isdigit() else 64
     with FakeTensorMode():
-        x = torch.empty(64, 2 * size, 32, 32, device="cuda:0", dtype=DTYPES[precision])
+        channels = max(2 * size, 128)
+        x = torch.empty(64, channels, 32, 32, device="cuda:0", dtype=DTYPES[precision])
         if layout == "rows":
             x = x.to(memory_format=torch.channels_last)
         if "items" in more:
             print_items(x, int(more[more.index("items") + 1]), "relu" in more)
             return
-        weight = torch.empty(2 * size, device="cuda:0")
+        weight = torch.empty(channels, device="cuda:0")
         steps, residual = 24 if "many" in more else 5, "residual" in more
         words = {"relu": "relu" in more, "residual": residual, "summed": residual, "ranks": 8 * ("ranks" in more)}
         made = plan.plan_for(x, weight, weight, size, steps, None, **words)

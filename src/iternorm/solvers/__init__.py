@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from iternorm.solvers import decompositions, iteration
-from iternorm.solvers.iteration import UNWATCHED_STEPS, most_steps
+from iternorm.solvers.iteration import UNWATCHED_STEPS, most_steps, steps_of
 from iternorm.whitening import modes
 
 __all__ = ["SOLVERS", "UNWATCHED_STEPS", "cholesky", "composed", "most_steps", "newton", "pca", "solve"]
-__all__ += ["solve_backward", "zca"]
+__all__ += ["solve_backward", "steps_of", "zca"]
 
 SOLVERS = ("newton", "zca", "pca", "cholesky")
 
@@ -67,7 +67,7 @@ def cholesky(covariance: Tensor) -> Tensor:
 def composed(covariance: Tensor, solver: str, num_iters: int = 0) -> Tensor:
     """The whitening matrix by operators that torch differentiates itself, in any mode: for function transforms."""
     if solver == "newton":
-        return iteration.newton(covariance, _steps(covariance, num_iters))[0]
+        return iteration.newton(covariance, steps_of(covariance, num_iters))[0]
     if solver == "cholesky":
         return decompositions.cholesky(covariance)
     if solver == "pca":
@@ -81,7 +81,7 @@ def solve(covariance: Tensor, solver: str, num_iters: int, keep: bool = False) -
 
     With `keep`, that includes 2 T - 2 matrices of Newton's iteration, which would otherwise be computed once more.
     """
-    num_iters = _steps(covariance, num_iters)
+    num_iters = steps_of(covariance, num_iters)
     if solver == "newton":
         whitening, residuals, iterates = iteration.newton(covariance, num_iters)
         return whitening, (*residuals[1:], *iterates) if keep else ()
@@ -97,7 +97,7 @@ def solve_backward(
     grad: Tensor, covariance: Tensor, whitening: Tensor, saved: tuple[Tensor, ...], solver: str, num_iters: int
 ) -> Tensor:
     """The symmetric gradient for the covariance, given the gradient for the whitening matrix."""
-    num_iters = _steps(covariance, num_iters)
+    num_iters = steps_of(covariance, num_iters)
     if solver == "newton":
         return iteration.newton_backward(grad, covariance, whitening, num_iters, saved)
     if solver == "cholesky":
@@ -105,11 +105,6 @@ def solve_backward(
     if solver == "zca":
         return decompositions.zca_backward(grad, *saved)
     return decompositions.pca_backward(grad, *saved)
-
-
-def _steps(covariance: Tensor, num_iters: int) -> int:
-    """How many of the steps are taken. A matrix of one row is its own trace, which no step changes once it is 1."""
-    return 0 if covariance.shape[-1] == 1 else min(num_iters, most_steps(covariance.dtype))
 
 
 class _Solve(torch.autograd.Function):

@@ -18,6 +18,11 @@ def most_steps(dtype: torch.dtype) -> int:
     return math.ceil(4 - math.log(torch.finfo(dtype).eps, 9 / 4))
 
 
+def steps_of(covariance: Tensor, num_iters: int) -> int:
+    """How many of the steps are taken: none on a matrix of one row, which divided by its trace is the identity."""
+    return 0 if covariance.shape[-1] == 1 else min(num_iters, most_steps(covariance.dtype))
+
+
 def newton(covariance: Tensor, num_iters: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The whitening matrix, R_0..R_{T-1} and Z_1..Z_{T-1}.
 

@@ -90,16 +90,6 @@ def test_large_activations_in_wide_groups_are_left_to_cublas_in_fp32(gpu, monkey
         assert chosen("auto", x.new_empty(x.shape, dtype=torch.bfloat16), 1024) is Backend.TRITON
 
 
-def test_single_channels_are_left_to_torch(gpu):
-    gpu("H200")
-    x = activation(64)
-    assert chosen("auto", x, 1) is Backend.VERBS
-    assert chosen("auto", activation(1), 64) is Backend.VERBS
-    assert chosen("auto", x, 2) is chosen("triton", x, 1) is Backend.TRITON
-    # Torch's eigendecomposition would wait for the GPU.
-    assert dispatch.choose(Settings(1, "zca", 0), x) is Backend.TRITON
-
-
 def test_zca_of_groups_above_64_runs_the_iteration_in_kernels(gpu, monkeypatch):
     gpu("H200")
     monkeypatch.setattr(dispatch.modes, "is_recorded", lambda *tensors: False)

@@ -64,5 +64,5 @@ def solve_backward(grad: Tensor, covariance: Tensor, whitening: Tensor, kept: Te
 
 
 def _iteration(covariance: Tensor, num_iters: int) -> _Iteration:
-    steps = min(num_iters, solvers.most_steps(covariance.dtype))
+    steps = solvers.steps_of(covariance, num_iters)
     return _Iteration(*covariance.shape[:2], steps, solvers.UNWATCHED_STEPS, verbs.num_threads())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from iternorm.backends.torch import verbs as torch_verbs
-from iternorm.backends.triton.precision import Split, newton_split, split_for
+from iternorm.backends.triton.precision import Split, is_watched, newton_split, split_for
 from iternorm.backends.triton.runtime import INTERPRETED, lacking
 from iternorm.whitening import groups
 
@@ -18,6 +18,8 @@ LARGEST_NEWTON = 64
 LARGEST_TILE = 128
 # The channels of a block.
 BLOCK = 64
+# The largest groups of which several share a tile.
+LARGEST_SHARED = 8
 # Beyond this a row of a matrix does not fit a program's registers.
 LARGEST_GROUP = 1024
 # What CUDA allows of the grid's second dimension, which counts groups.
@@ -31,11 +33,12 @@ class Layout(NamedTuple):
     channels: int
     length: int  # L, the stride of a channel in contiguous memory
     rows: bool  # channels_last
-    group_size: int
+    group_size: int  # of all groups that share a tile, where they do
     padded: int  # see `padded_size`
-    num_groups: int
+    num_groups: int  # or tiles that groups share
     int64: bool  # offsets past 2^31
     even: bool  # every group fills its tile: no channel is masked
+    shared: int = 0  # the channels of each group where several share a tile, see `shared_size`
 
     @property
     def wide(self) -> bool:
@@ -63,18 +66,14 @@ def unsupported(x: Tensor, group_size: int, solver: str = "newton") -> str | Non
     return lacking(x.device.index) if x.is_cuda else None
 
 
-def faster_in_torch(x: Tensor, group_size: int, solver: str) -> bool:
-    """Whether the torch path is faster: for large fp32 activations in wide groups, by cuBLAS, and for single channels.
+def by_cublas(x: Tensor, group_size: int) -> bool:
+    """Whether the torch path, whose products are cuBLAS's, is faster: for large fp32 activations in wide groups.
 
     256x256x8x8 took 439 us in the kernels and 601 in torch, 64x1024x14x14 took 4027 and 2879, 128x256x56x56 7033 and
-    2919; in bfloat16 that took 1711 and 5633 (H200, CUDA graph, TF32, forward and backward). A kernel's tile has the
-    channels of one group: with a single one, 256x64x32x32 took 5533 us in channels_last, where groups of 64 took 173.
+    2919; in bfloat16 that took 1711 and 5633 (H200, CUDA graph, TF32, forward and backward).
     """
-    size = groups.effective_size(x.shape[1], group_size)
-    if size == 1:
-        # ZCA of the torch path is an eigendecomposition, which waits for the GPU.
-        return solver == "newton"
-    return size > LARGEST_TILE and x.dtype == torch.float32 and x.numel() > 2**23
+    wide = groups.effective_size(x.shape[1], group_size) > LARGEST_TILE
+    return wide and x.dtype == torch.float32 and x.numel() > 2**23
 
 
 def dense(x: Tensor) -> Tensor:
@@ -115,13 +114,34 @@ def padded_size(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def shared_size(channels: int, group_size: int, num_iters: int, exact: bool, ranks: int) -> int:
+    """The size of groups of which several share a tile of up to 64 channels, 0 where each has its own.
+
+    A tile of a few channels reads a few bytes of each sample in channels_last memory. Groups do not share one if they
+    may stop at different steps (`device/newton.py`), for ZCA, whose many steps are faster in small tiles, and if ranks
+    exchange their moments.
+    """
+    size = groups.effective_size(channels, group_size)
+    apart = exact or ranks > 0 or is_watched(num_iters)
+    return size if size <= LARGEST_SHARED and size < channels and not apart else 0
+
+
+def tiled(channels: int, group_size: int, shared: int) -> tuple[int, int]:
+    """The channels of a tile, and how many tiles there are: one for each group, or for as many as fit 64 channels."""
+    size, count = groups.effective_size(channels, group_size), groups.num_groups(channels, group_size)
+    if not shared:
+        return size, count
+    together = min(LARGEST_NEWTON // shared, count)
+    return together * shared, -(-count // together)
+
+
 class State(NamedTuple):
     """Where a forward pass keeps what its backward needs, in one fp32 buffer: offsets, in elements."""
 
     mean: int  # [C]
     variance: int  # [C]
     batches: int  # two int64: a copy of the counter of batches, and of a synchronized layer all ranks' samples
-    covariance: int  # [G, BD, BD], without eps
+    covariance: int  # [G, BD, BD], without eps; where groups share tiles, G is their number
     whitening: int  # [G, d, d]
     # [G, 2 T - 1, parts, BD, BD] of 16 bits, see `NewtonSplit`; none of groups above 64 channels.
     iterates: int
@@ -131,17 +151,20 @@ class State(NamedTuple):
 
 # Asked for twice in the backward of a compiled layer in fp32: 7 us of Python that take 2.
 @functools.cache
-def state_of(channels: int, group_size: int, num_iters: int, kept_parts: int) -> State:
-    """The state of a forward pass whose iteration multiplies so many parts (`NewtonSplit`)."""
-    size = groups.effective_size(channels, group_size)
-    padded = padded_size(size)
-    count = groups.num_groups(channels, group_size)
+def state_of(channels: int, group_size: int, num_iters: int, kept_parts: int, shared: int) -> State:
+    """The state of a forward pass whose iteration multiplies so many parts (`NewtonSplit`).
+
+    `shared` is what `shared_size` says.
+    """
+    size, num_groups = groups.effective_size(channels, group_size), groups.num_groups(channels, group_size)
+    together, count = tiled(channels, group_size, shared)
+    padded = padded_size(together)
     kept = slots_of(num_iters) * padded**2 if padded <= LARGEST_NEWTON else 0
     if kept_parts:
         # Of two bytes each.
         kept = kept * kept_parts // 2
     # Two int64.
-    lengths = (channels, channels, 4, count * padded**2, count * size**2, count * kept)
+    lengths = (channels, channels, 4, count * padded**2, num_groups * size**2, count * kept)
     offsets = [0]
     for length in lengths:
         # Every part begins at 16 bytes, as the kernels' loads expect.
@@ -154,11 +177,11 @@ def slots_of(num_iters: int) -> int:
     return 2 * num_iters - 1 if num_iters > 1 else 0
 
 
-def layout_of(x: Tensor, group_size: int) -> Layout:
-    """Of an input that is `placed`."""
+def layout_of(x: Tensor, group_size: int, shared: int = 0) -> Layout:
+    """Of an input that is `placed`; `shared` is what `shared_size` says."""
     channels = x.shape[1]
     samples = x.numel() // channels
-    size = groups.effective_size(channels, group_size)
+    size, count = tiled(channels, group_size, shared)
     padded = padded_size(size)
     length = samples // x.shape[0] if x.shape[0] else 1
     return Layout(
@@ -168,14 +191,15 @@ def layout_of(x: Tensor, group_size: int) -> Layout:
         rows=length == 1 or not x.is_contiguous(),
         group_size=size,
         padded=padded,
-        num_groups=groups.num_groups(channels, group_size),
+        num_groups=count,
         # A tile past the last sample may still compute its offsets: keep a margin below 2^31.
         int64=x.numel() >= 2**31 - 2**20 * channels,
         even=size == padded and channels % size == 0,
+        shared=shared,
     )
 
 
-def split_of(state: Tensor, x: Tensor, group_size: int, num_iters: int, exact: bool) -> Split:
+def split_of(state: Tensor, x: Tensor, group_size: int, num_iters: int, exact: bool, ranks: int = 0) -> Split:
     """The split of the forward pass that left this state: the user may have set another precision since.
 
     Only fp32's depend on it, and where they keep their iterates in different ways, these are of different size.
@@ -183,8 +207,9 @@ def split_of(state: Tensor, x: Tensor, group_size: int, num_iters: int, exact: b
     split = split_for(x.dtype)
     if x.dtype != torch.float32 or split == Split.INTERPRETED:
         return split
+    shared = shared_size(x.shape[1], group_size, num_iters, exact, ranks)
     sizes = {
-        state_of(x.shape[1], group_size, num_iters, newton_split(possible, exact, num_iters)).size: possible
+        state_of(x.shape[1], group_size, num_iters, newton_split(possible, exact, num_iters), shared).size: possible
         for possible in (Split.TWO_PARTS, Split.THREE_PARTS)
     }
     return sizes[state.numel()] if len(sizes) == 2 else split

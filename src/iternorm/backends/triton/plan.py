@@ -20,6 +20,7 @@ from iternorm.backends.triton.layout import (
     Layout,
     layout_of,
     placed_without_data,
+    shared_size,
     slots_of,
     state_of,
 )
@@ -123,7 +124,7 @@ class Plan:
         self.copied, self.stride = as_read is not x, as_read.stride()
         self.layout = layout = self._layout_of(as_read)
         self.newton_split = newton_split(key.split, key.exact, key.num_iters)
-        self.at = state_of(layout.channels, key.group_size, key.num_iters, self.newton_split)
+        self.at = state_of(layout.channels, key.group_size, key.num_iters, self.newton_split, layout.shared)
         # Whether the backward's first kernel writes the gradient that passed the activation.
         self.keeps_gradient = (key.relu and key.residual) or key.summed
         # Whether batches are counted.
@@ -161,7 +162,10 @@ class Plan:
         }
 
     def _layout_of(self, x: Tensor) -> Layout:
-        return layout_of(x, self.key.group_size)
+        key = self.key
+        return layout_of(
+            x, key.group_size, shared_size(x.shape[1], key.group_size, key.num_iters, key.exact, key.ranks)
+        )
 
     @property
     def _tiled(self) -> Layout:
@@ -235,6 +239,7 @@ class Plan:
             EVEN=layout.even,
             STAGES=tiles.stages,
             LONG=kernel.endswith("moments") and layout.samples > LONGEST_SUM * count,
+            SHARED=layout.shared,
         )
         return Launch(
             function,
@@ -339,7 +344,7 @@ class Plan:
 
     def _weight_gradient(self) -> Launch:
         layout, fp32 = self.layout, torch.float32
-        constants = {"D": layout.group_size, "BD": layout.padded}
+        constants = {"D": layout.group_size, "BD": layout.padded, "SHARED": layout.shared}
         grid = (layout.num_groups, 1)
         return Launch(weight_gradient, grid, (fp32,) * 3, (), (layout.channels,), (0,), constants, 4, self.key.device)
 
@@ -368,6 +373,7 @@ class Plan:
             WATCHED=is_watched(key.num_iters) and not key.exact,
             STRIDE=slots_of(key.num_iters) * self.layout.padded**2 * max(self.newton_split, 1),
             JITTER=jitter(key.split) if key.exact else 0.0,
+            SHARED=self.layout.shared,
         )
 
     @property

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from iternorm.backends.triton.iteration import meeting_place
 from iternorm.backends.triton.layout import (
+    by_cublas,
     dense,
-    faster_in_torch,
     placed,
+    shared_size,
     split_of,
     state_of,
     unsupported,
@@ -25,8 +26,8 @@ from iternorm.backends.triton.runtime import given_to, lacking, on_device
 __all__ = [
     "apply",
     "backward",
+    "by_cublas",
     "dense",
-    "faster_in_torch",
     "forward",
     "lacking",
     "on_device",
@@ -41,11 +42,13 @@ __all__ = [
 NOT_RUNNING: Any = (None,) * 5
 
 
-def state_size(x: Tensor, group_size: int, num_iters: int, exact: bool) -> int:
+def state_size(x: Tensor, group_size: int, num_iters: int, exact: bool, ranks: int = 0) -> int:
     """The elements of the state that `forward` returns."""
     kept_parts = newton_split(split_for(x.dtype), exact, num_iters)
     # A compiler may take the channels for a symbol, which is no key.
-    return state_of(int(x.shape[1]), group_size, num_iters, kept_parts).size
+    channels = int(x.shape[1])
+    shared = shared_size(channels, group_size, num_iters, exact, ranks)
+    return state_of(channels, group_size, num_iters, kept_parts, shared).size
 
 
 def plan_of_state(

@@ -188,7 +188,7 @@ def backward_calls(plan: Plan, given, eps: float) -> tuple[tuple, tuple]:
 
 def plan_of_state(state: Tensor, x, weight, group_size, num_iters, exact: bool, relu: bool, residual: bool, ranks: int):
     """The plan for the backward of a forward that is known by the state it left."""
-    split = split_of(state, x, group_size, num_iters, exact)
+    split = split_of(state, x, group_size, num_iters, exact, ranks)
     return plan_for(x, weight, None, group_size, num_iters, None, exact, relu, split, residual, ranks=ranks)
 
 

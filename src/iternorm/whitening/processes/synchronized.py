@@ -206,7 +206,7 @@ def _(
     x, gathered, weight, bias, residual, mean, matrix, num_batches, momentum, is_covariance,
     group_size, num_iters, eps, exact, relu, ranks,
 ):  # fmt: skip
-    size = kernels().state_size(x, group_size, num_iters, exact)
+    size = kernels().state_size(x, group_size, num_iters, exact, ranks)
     return torch.empty_like(kernels().dense(x)), x.new_empty(size, dtype=torch.float32)
 
 

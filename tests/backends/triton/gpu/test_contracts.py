@@ -138,8 +138,7 @@ def test_compiled_with_a_dynamic_batch_equals_eager():
 def test_a_cuda_graph_replays_training_steps(group_size, setting, precision):
     precision(setting)
     shape = (16, max(128, group_size), 16, 16)
-    # Single channels are torch's.
-    layer = layer_for(shape, group_size=group_size, impl="auto")
+    layer = layer_for(shape, group_size=group_size)
     eager = copy.deepcopy(layer)
     static, grad = activation(shape, torch.float32).requires_grad_(), torch.randn(shape).cuda()
 
@@ -171,7 +170,7 @@ def test_a_cuda_graph_replays_training_steps(group_size, setting, precision):
 @pytest.mark.parametrize("group_size", [1, 64, 128, 192])
 def test_no_synchronization_in_a_step(group_size):
     shape = (16, max(128, group_size), 16, 16)
-    layer = layer_for(shape, group_size=group_size, momentum=None, impl="auto")
+    layer = layer_for(shape, group_size=group_size, momentum=None)
     x = activation(shape, torch.float32).requires_grad_()
     layer(x).sum().backward()
     torch.cuda.set_sync_debug_mode("error")

@@ -26,8 +26,10 @@ SHAPES = [
     ((8, 160, 8, 8), 64),
     ((16, 128, 16, 16), 128),
     ((16, 200, 9, 9), 100),
+    # Groups that share tiles, of which there are three in the last one.
     ((16, 12, 8, 8), 1),
     ((16, 30, 5, 5), 8),
+    ((16, 134, 9, 9), 4),
     ((512, 96), 32),
     ((16, 64, 33), 16),
     ((4, 24, 4, 6, 5), 24),
@@ -81,17 +83,6 @@ def test_groups_that_are_left_to_cublas_against_fp64(name, precision):
     # Their iteration runs in kernels unless torch is asked for.
     assert dispatch.choose(Settings(1100), x) is dispatch.Backend.TRITON_ITERATION
     found = errors(layer_for(x.shape, group_size=None, impl="auto"), x, torch.randn_like(x))
-    assert worst(found) < budget, found
-
-
-@pytest.mark.parametrize("name", BUDGETS)
-@pytest.mark.parametrize("last", [False, True])
-def test_single_channels_that_are_left_to_torch_against_fp64(name, last, precision, poisoned_memory):
-    dtype, setting, budget = BUDGETS[name]
-    precision(setting)
-    x = activation((16, 12, 8, 8), dtype, last)
-    assert dispatch.choose(Settings(1), x) is dispatch.Backend.VERBS
-    found = errors(layer_for(x.shape, group_size=1, impl="auto"), x, torch.randn_like(x))
     assert worst(found) < budget, found
 
 

@@ -14,6 +14,7 @@ from iternorm.backends.triton.device.products import on_channels
 from iternorm.backends.triton.device.tiles import (
     along_channels,
     channels_of,
+    column_of,
     finished,
     follow,
     load_tile,
@@ -127,15 +128,17 @@ def apply_forward(
 ):
     """y = diag(γ) W (x - μ) + β (math.md, Eq. 1), and what follows."""
     D: tl.constexpr = TILE.D
+    ROW: tl.constexpr = TILE.SHARED if TILE.SHARED > 0 else TILE.D
     program = tl.program_id(0)
     group = tl.program_id(1)
     features, valid, channels = channels_of(group, C, L, TILE)
-    i, j, inside = matrix_of(TILE)
+    i, j, inside = matrix_of(group, C, TILE)
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0).to(tl.float32)
     offset = load_vector(bias_ptr, features, valid, BIAS, 0.0)
     weight = load_vector(weight_ptr, features, valid, WEIGHT, 1.0)
     follow(PDL)
-    matrix = tl.load(whitening_ptr + group * D * D + i * D + j, mask=inside, other=0.0).to(tl.float32)
+    whitening_ptr += group * D * ROW
+    matrix = tl.load(whitening_ptr + i * ROW + column_of(j, TILE.SHARED), mask=inside, other=0.0).to(tl.float32)
     if WEIGHT:
         matrix = matrix * weight[:, None]
     forward_tiles(
@@ -243,7 +246,7 @@ def apply_backward(
     program = tl.program_id(0)
     group = tl.program_id(1)
     features, valid, channels = channels_of(group, C, L, TILE)
-    i, j, inside = matrix_of(TILE)
+    i, j, inside = matrix_of(group, C, TILE)
     # Row i of Aᵀ: column i of W, scaled by γ of the output channel.
     first_matrix = tl.load(whitening_ptr + group * D * D + j * D + i, mask=inside, other=0.0)
     if WEIGHT:

@@ -1,5 +1,8 @@
 """Newton's iteration for groups of up to 64 channels: all steps of a group on chip. Forward and backward.
 
+Small groups may share a tile: they are the blocks on the diagonal of its matrices. Products of such matrices are such
+matrices, and only traces are taken of each group by itself.
+
 The residual form of docs/math.md, Eq. 8-9, with M = (3 I - R)/2 multiplied out: Z <- 3/2 Z - 1/2 Z R and
 R <- 9/4 R - 3/2 R² + 1/4 R³. R is small in the first steps, so rounding of its products matters less than of M's. The
 forward keeps the R and Z of its steps, which spares the backward the forward's products. Matrices are ``[BD, BD]``,
@@ -22,6 +25,7 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.products import above, dot_of_parts, in_parts
+from iternorm.backends.triton.device.tiles import over_group
 
 
 class Newton(NamedTuple):
@@ -32,6 +36,7 @@ class Newton(NamedTuple):
     WATCHED: bool  # whether it stops where the trace of R falls
     STRIDE: int  # from a group's kept matrices to the next one's
     JITTER: float  # added to the variances, relative to each, see `precision.jitter`
+    SHARED: int = 0  # channels of each group where several share the tile
     LARGEST: float = 1.0  # what the backward scales the largest entry of a gradient to, see `precision.newton_range`
     STAGES: int = 1  # of the backward's loop, which loads what the forward kept
 
@@ -147,6 +152,7 @@ def iterate(
 ):
     """Z_T of a covariance: its inverse square root times that of its trace, after T steps (Eq. 5-9).
 
+    The trace is a number, or of groups that share the tile ``[BD, 1]``.
     The program that `keeps` writes R_0..R_{T-1} and Z_1..Z_{T-1} for the backward.
     """
     T: tl.constexpr = NEWTON.T
@@ -234,5 +240,5 @@ def differentiate(
             d_iterate = following
         if T > 1:
             d_iterate *= 1.0 / scale
-        through_trace += total(d_iterate * normalized)
+        through_trace += over_group(d_iterate * normalized, NEWTON.SHARED)
     return d_iterate - through_trace * identity

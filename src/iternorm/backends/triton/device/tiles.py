@@ -27,6 +27,7 @@ class Tile(NamedTuple):
     EVEN: bool  # every group fills its tile: no channel is masked
     STAGES: int  # of the loop that loads tiles
     LONG: bool = False  # sums are of so many samples that the tensor cores' truncation matters, see `outer_product`
+    SHARED: int = 0  # channels of each group where several share the tile, whose D channels are then all of theirs
     # Where each item of a batch is whitened by itself, see `device/items/tiles.py`.
     SPAN: int = 0  # channels of a row; 0 where the batch is whitened together
     PACK: int = 1  # of them, those that are in one tile
@@ -81,11 +82,40 @@ def channels_of(group, C, L, TILE: tl.constexpr, begin=0):
 
 
 @triton.jit
-def matrix_of(TILE: tl.constexpr):
-    """Rows and columns of a group's matrix ``[BD, BD]``, and what of it is in a whitening matrix ``[D, D]``."""
+def matrix_of(group, C, TILE: tl.constexpr):
+    """Rows and columns of a group's matrix ``[BD, BD]``, and what of it is in a whitening matrix ``[D, D]``.
+
+    Groups that share a tile have the blocks on its diagonal.
+    """
     i = tl.arange(0, TILE.BD)[:, None]
     j = tl.arange(0, TILE.BD)[None, :]
-    return i, j, (i < TILE.D) & (j < TILE.D)
+    inside = (i < TILE.D) & (j < TILE.D)
+    if TILE.SHARED > 0:
+        # A smaller last group is as large as the others in memory.
+        end = tl.cdiv(C, TILE.SHARED) * TILE.SHARED
+        inside = inside & (i // TILE.SHARED == j // TILE.SHARED) & (group * TILE.D + i < end)
+    return i, j, inside
+
+
+@triton.jit
+def column_of(j, SHARED: tl.constexpr):
+    """The column of a group's own matrix, where several share a tile."""
+    if SHARED > 0:
+        j = j % SHARED
+    return j
+
+
+@triton.jit
+def over_group(tile, SHARED: tl.constexpr):
+    """The sum of a tile's elements; where groups share it ``[BD, 1]``, for each row that of its group."""
+    rows = tl.sum(tile, 1)
+    if SHARED > 0:
+        i = tl.arange(0, tile.shape[0])[:, None]
+        j = tl.arange(0, tile.shape[0])[None, :]
+        result = tl.sum(tl.where(i // SHARED == j // SHARED, rows[None, :], 0.0), 1)[:, None]
+    else:
+        result = tl.sum(rows, 0)
+    return result
 
 
 @triton.jit

@@ -19,9 +19,17 @@ from iternorm.backends.triton.device.running import (
     blend_mean,
     blended,
     count_batch,
+    finite,
     share_of_batch,
 )
-from iternorm.backends.triton.device.tiles import channels_of, follow, load_vector, matrix_of
+from iternorm.backends.triton.device.tiles import (
+    channels_of,
+    column_of,
+    follow,
+    load_vector,
+    matrix_of,
+    over_group,
+)
 
 
 @triton.jit
@@ -42,6 +50,17 @@ def trace_of(covariance_ptr, eps, count, BD: tl.constexpr, NEWTON: tl.constexpr)
     for start in tl.static_range(WIDTH, BD, WIDTH):
         diagonal += tl.load(covariance_ptr + (start + i) * (BD + 1))
     return (1.0 + NEWTON.JITTER) * tl.sum(tl.sum(diagonal, 1), 0) + eps * count
+
+
+@triton.jit
+def traces_of(covariance, identity, SHARED: tl.constexpr):
+    """The traces ``[BD, 1]`` of groups that share a tile, their covariances, and which of them can be whitened.
+
+    A group that cannot, whose trace is zero or no number, is left out of the products: it would make all others NaN.
+    """
+    trace = over_group(covariance * identity, SHARED)
+    sound = (trace > 0.0) & finite(trace)
+    return tl.where(sound, trace, 1.0), tl.where(sound, covariance, 0.0), sound
 
 
 @triton.jit(do_not_specialize=["M", "num_programs"])
@@ -80,6 +99,8 @@ def whiten_forward(
     """
     D: tl.constexpr = TILE.D
     BD: tl.constexpr = TILE.BD
+    # Of a whitening matrix.
+    ROW: tl.constexpr = TILE.SHARED if TILE.SHARED > 0 else TILE.D
     program = tl.program_id(0)
     group = tl.program_id(1)
     if TILE.SPAN > 0:
@@ -87,22 +108,29 @@ def whiten_forward(
         begin = begin_of(group, C, L, TILE)
     else:
         features, valid, channels = channels_of(group, C, L, TILE)
-    i, j, inside = matrix_of(TILE)
+    i, j, inside = matrix_of(group, C, TILE)
     identity = tl.where((i == j) & valid[:, None], 1.0, 0.0)
-    target = group * D * D + i * D + j
+    target = group * D * ROW + i * ROW + column_of(j, TILE.SHARED)
     count = tl.sum(valid.to(tl.float32), 0)
     if TILE.SPAN == 0:
         offset = load_vector(bias_ptr, features, valid, BIAS, 0.0)
         weight = load_vector(weight_ptr, features, valid, WEIGHT, 1.0)
     follow(PDL)
 
-    trace = trace_of(covariance_ptr + group * BD * BD, eps, count, BD, NEWTON)
-    raw = tl.load(covariance_ptr + group * BD * BD + i * BD + j)
+    if TILE.SHARED > 0:
+        raw = tl.load(covariance_ptr + group * BD * BD + i * BD + j, mask=inside, other=0.0)
+    else:
+        trace = trace_of(covariance_ptr + group * BD * BD, eps, count, BD, NEWTON)
+        raw = tl.load(covariance_ptr + group * BD * BD + i * BD + j)
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
     covariance = regularized(raw, identity, eps, NEWTON)
+    if TILE.SHARED > 0:
+        trace, covariance, sound = traces_of(covariance, identity, TILE.SHARED)
     keeps = program == tl.num_programs(0) - 1
     z = iterate(covariance, trace, identity, iterates_ptr + group * NEWTON.STRIDE, keeps, BD, NEWTON)
     whitening = z * tl.rsqrt(trace)
+    if TILE.SHARED > 0:
+        whitening = tl.where(sound | ~valid[:, None], whitening, float("nan"))
     if keeps:
         tl.store(whitening_ptr + target, whitening, mask=inside)
         if AVERAGE is not None:
@@ -173,6 +201,8 @@ def whiten_backward(
     """
     D: tl.constexpr = TILE.D
     BD: tl.constexpr = TILE.BD
+    # Of a whitening matrix.
+    ROW: tl.constexpr = TILE.SHARED if TILE.SHARED > 0 else TILE.D
     program = tl.program_id(0)
     group = tl.program_id(1)
     # Of an item, γ is in the cross moments already.
@@ -182,32 +212,43 @@ def whiten_backward(
         begin = begin_of(group, C, L, TILE)
     else:
         features, valid, channels = channels_of(group, C, L, TILE)
-    i, j, inside = matrix_of(TILE)
+    i, j, inside = matrix_of(group, C, TILE)
     identity = tl.where((i == j) & valid[:, None], 1.0, 0.0)
-    whitening_ptr += group * D * D
+    whitening_ptr += group * D * ROW
     cross_ptr += group * BD * BD
-    whitening = tl.load(whitening_ptr + i * D + j, mask=inside, other=0.0)
-    covariance = regularized(tl.load(covariance_ptr + group * BD * BD + i * BD + j), identity, eps, NEWTON)
-    trace = total(covariance * identity)
+    whitening = tl.load(whitening_ptr + i * ROW + column_of(j, TILE.SHARED), mask=inside, other=0.0)
+    if TILE.SHARED > 0:
+        raw = tl.load(covariance_ptr + group * BD * BD + i * BD + j, mask=inside, other=0.0)
+    else:
+        raw = tl.load(covariance_ptr + group * BD * BD + i * BD + j)
+    covariance = regularized(raw, identity, eps, NEWTON)
+    if TILE.SHARED > 0:
+        trace, covariance, _ = traces_of(covariance, identity, TILE.SHARED)
+    else:
+        trace = total(covariance * identity)
     weight = load_vector(weight_ptr, features, valid, FOLDED, 1.0)
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
     follow(PDL)
 
     grad_sum = tl.load(grad_sum_ptr + features, mask=valid, other=0.0)
-    cross = tl.load(cross_ptr + i * BD + j)
-    transposed = tl.load(cross_ptr + j * BD + i)
+    if TILE.SHARED > 0:
+        cross = tl.load(cross_ptr + i * BD + j, mask=inside, other=0.0)
+        transposed = tl.load(cross_ptr + j * BD + i, mask=inside, other=0.0)
+    else:
+        cross = tl.load(cross_ptr + i * BD + j)
+        transposed = tl.load(cross_ptr + j * BD + i)
     if FOLDED:
         if program == 0:
             tl.store(grad_weight_ptr + features, tl.sum(cross * whitening, 1), mask=valid)
         cross = cross * weight[:, None]
         transposed = transposed * weight[None, :]
-    through_trace = 0.5 * total(cross * whitening)
+    through_trace = 0.5 * over_group(cross * whitening, TILE.SHARED)
     gradient = 0.5 * (cross + transposed)
     kept_ptr = iterates_ptr + group * NEWTON.STRIDE
     second_matrix = differentiate(gradient, covariance, trace, through_trace, identity, kept_ptr, BD, NEWTON)
     second_matrix *= 2.0 / (trace * M)
     # Row i of Aᵀ: column i of W, scaled by γ of the output channel.
-    first_matrix = tl.load(whitening_ptr + j * D + i, mask=inside, other=0.0)
+    first_matrix = tl.load(whitening_ptr + j * ROW + column_of(i, TILE.SHARED), mask=inside, other=0.0)
     if FOLDED:
         first_matrix = first_matrix * weight[None, :]
     if TILE.FLAT:
@@ -239,13 +280,26 @@ def whiten_backward(
 
 
 @triton.jit
-def weight_gradient(cross_ptr, whitening_ptr, grad_weight_ptr, C, D: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
+def weight_gradient(
+    cross_ptr,
+    whitening_ptr,
+    grad_weight_ptr,
+    C,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    SHARED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """d(γ) alone, for an activation that wants no gradient."""
+    ROW: tl.constexpr = SHARED if SHARED > 0 else D
     follow(PDL)
     group = tl.program_id(0)
     i = tl.arange(0, BD)[:, None]
     j = tl.arange(0, BD)[None, :]
     cross = tl.load(cross_ptr + group * BD * BD + i * BD + j)
-    whitening = tl.load(whitening_ptr + group * D * D + i * D + j, mask=(i < D) & (j < D), other=0.0)
+    inside = (i < D) & (j < D)
+    if SHARED > 0:
+        inside = inside & (i // SHARED == j // SHARED) & (group * D + i < C)
+    whitening = tl.load(whitening_ptr + group * D * ROW + i * ROW + column_of(j, SHARED), mask=inside, other=0.0)
     c = tl.arange(0, BD)
     tl.store(grad_weight_ptr + group * D + c, tl.sum(cross * whitening, 1), mask=c < tl.minimum(D, C - group * D))
