@@ -230,7 +230,7 @@ def test_a_backward_knows_what_its_forward_kept_whatever_precision_is_set_since(
 
     def kept(dtype, exact=False, num_iters=5):
         parts = precision.newton_split(precision.split_for(dtype), exact, num_iters)
-        return torch.empty(layout.state_of(128, 64, num_iters, parts).size)
+        return torch.empty(layout.state_of(128, 64, num_iters, parts, 0).size)
 
     state, half, exact, long = (kept(x.dtype), kept(torch.float16), kept(x.dtype, True), kept(x.dtype, False, 20))
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: after)
