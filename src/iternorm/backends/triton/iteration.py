@@ -1,4 +1,4 @@
-"""Newton's iteration for groups above 64 channels: one launch forward and one backward (`device/iterate.py`).
+"""Newton's iteration for groups above 64 channels: one launch forward and one backward (`device/iteration/`).
 
 They are part of a layer's chain (`run.py`), or a chain of their own for given covariances: `solve` and
 `solve_backward`.
@@ -13,9 +13,9 @@ import triton
 from torch import Tensor
 
 from iternorm.backends.triton import tiling
-from iternorm.backends.triton.device.iterate import iterate, iterate_backward, wide_weight_gradient
+from iternorm.backends.triton.device.iteration.iterate import iterate, iterate_backward, wide_weight_gradient
+from iternorm.backends.triton.device.iteration.steps import Matrices
 from iternorm.backends.triton.device.running import Average, blend
-from iternorm.backends.triton.device.steps import Matrices
 from iternorm.backends.triton.precision import HALF, is_watched, matrix_precision, newton_range, split_for
 from iternorm.backends.triton.runtime import Launch, Launches, given_to, on_device
 

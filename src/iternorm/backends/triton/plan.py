@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from triton import OutOfResources
 
-from iternorm.backends.triton.device.moments import partial_moments, reduce_moments
+from iternorm.backends.triton.device.moments import partial_moments
 from iternorm.backends.triton.device.newton import Newton
+from iternorm.backends.triton.device.reduce import reduce_moments
 from iternorm.backends.triton.device.tiles import After, Passing, Tile
 from iternorm.backends.triton.device.whiten import weight_gradient, whiten_backward, whiten_forward
 from iternorm.backends.triton.device.wide.moments import wide_moments, wide_reduce

@@ -131,7 +131,7 @@ class Blocks(NamedTuple):
     depth: int  # of the blocks that a product goes through
     stages: int
     warps: int
-    joined: bool = False  # S and Z in one pass, see `device/iterate.py`; in float16 only
+    joined: bool = False  # S and Z in one pass, see `device/iteration/rounds.py`; in float16 only
 
 
 def blocks_for(size: int, precision: str) -> Blocks:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from iternorm.backends.triton.device.steps import load_block, tile_of
+from iternorm.backends.triton.device.blocks import load_block, tile_of
 from iternorm.backends.triton.device.tiles import follow
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from iternorm.backends.triton.device.blocks import below_diagonal
 from iternorm.backends.triton.device.newton import total
-from iternorm.backends.triton.device.steps import below_diagonal
 from iternorm.backends.triton.device.tiles import follow
 
 

@@ -10,8 +10,8 @@ come as products take them, from `wide.operands`.
 import triton
 import triton.language as tl
 
+from iternorm.backends.triton.device.blocks import load_block
 from iternorm.backends.triton.device.products import on_channels
-from iternorm.backends.triton.device.steps import load_block
 from iternorm.backends.triton.device.tiles import (
     along_channels,
     channels_of,

@@ -11,10 +11,10 @@ counterpart there, with the same arguments.
 import triton
 import triton.language as tl
 
+from iternorm.backends.triton.device.blocks import below_diagonal, store_block, tile_of
 from iternorm.backends.triton.device.exchange import sent_places
 from iternorm.backends.triton.device.moments import outer_product, rounded_pilot
 from iternorm.backends.triton.device.running import copy_count
-from iternorm.backends.triton.device.steps import below_diagonal, store_block, tile_of
 from iternorm.backends.triton.device.tiles import (
     channels_of,
     follow,

@@ -10,8 +10,8 @@ once: a loop that multiplies what it has loaded, and no more, overlaps its loads
 import triton
 import triton.language as tl
 
+from iternorm.backends.triton.device.blocks import load_block, store_block
 from iternorm.backends.triton.device.products import as_tf32
-from iternorm.backends.triton.device.steps import load_block, store_block
 from iternorm.backends.triton.device.tiles import follow, load_vector
 
 

@@ -1,4 +1,4 @@
-"""What comes before and after the products of `iternorm.backends.triton.device.steps`, tile by tile as there.
+"""What comes before and after the products of `steps`, tile by tile as there.
 
 A group has D channels, the last one what is left of C: beyond it matrices ``[G, N, N]`` are zero. Whitening matrices
 and running statistics are ``[G, D, D]``.
@@ -9,9 +9,8 @@ and running statistics are ``[G, D, D]``.
 import triton
 import triton.language as tl
 
-from iternorm.backends.triton.device.newton import power_for, total
-from iternorm.backends.triton.device.steps import (
-    load_block,
+from iternorm.backends.triton.device.blocks import load_block
+from iternorm.backends.triton.device.iteration.steps import (
     load_matrix,
     load_transposed,
     pair_at,
@@ -21,6 +20,7 @@ from iternorm.backends.triton.device.steps import (
     symmetrized,
     trace_of,
 )
+from iternorm.backends.triton.device.newton import power_for, total
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The steps of Newton's iteration for groups above 64 channels, tile by tile of their matrices.
 
 The same form as in `newton`. What follows a product in the iteration (a factor, a matrix to add) is done in passing.
-`ends` is what comes before and after the products, and `iterate` has the kernels that put them together.
+`ends` is what comes before and after the products, `rounds` shares them among programs, and `iterate` has the kernels.
 
 Matrices are ``[G, N, N]``, contiguous, and zero beyond the group. Whitening matrices are ``[G, D, D]``. All matrices of
 the iteration are polynomials of one symmetric matrix, or derivatives of such, so every result of a step is symmetric: a
@@ -18,6 +18,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from iternorm.backends.triton.device.blocks import below_diagonal, load_block, store_block
+
 
 class Matrices(NamedTuple):
     """The matrices of a launch: the constants that a kernel is compiled for."""
@@ -32,27 +34,8 @@ class Matrices(NamedTuple):
     DEPTH: int  # of the blocks that a product goes through
     STAGES: int  # of that loop
     HALF: bool  # products take float16
-    JOINED: bool  # what needs the same R between two meetings is one item of work, see `iterate.joined_step`
+    JOINED: bool  # what needs the same R between two meetings is one item of work, see `rounds.joined_step`
     PRECISION: str  # of products in fp32, as `tl.dot` names it
-
-
-@triton.jit
-def load_block(ptr, rows, columns, N: tl.constexpr, EVEN: tl.constexpr):
-    pointers = ptr + rows[:, None] * N + columns[None, :]
-    if EVEN:
-        block = tl.load(pointers)
-    else:
-        block = tl.load(pointers, mask=(rows[:, None] < N) & (columns[None, :] < N), other=0.0)
-    return block
-
-
-@triton.jit
-def store_block(ptr, rows, columns, block, N: tl.constexpr, EVEN: tl.constexpr):
-    pointers = ptr + rows[:, None] * N + columns[None, :]
-    if EVEN:
-        tl.store(pointers, block)
-    else:
-        tl.store(pointers, block, mask=(rows[:, None] < N) & (columns[None, :] < N))
 
 
 @triton.jit
@@ -79,30 +62,6 @@ def store_whitening(ptr, group, rows, columns, tile, MATRICES: tl.constexpr):
     EVEN: tl.constexpr = MATRICES.EVEN and D == MATRICES.N
     store_block(ptr + group * D * D, rows, columns, tile, D, EVEN)
     store_block(ptr + group * D * D, columns, rows, tl.trans(tile), D, EVEN)
-
-
-@triton.jit
-def tile_at(index, N: tl.constexpr, SIDE: tl.constexpr):
-    """Rows and columns of a tile of a matrix."""
-    across = tl.cdiv(N, SIDE)
-    side = tl.arange(0, SIDE)
-    return index // across * SIDE + side, index % across * SIDE + side
-
-
-@triton.jit
-def tile_of(N: tl.constexpr, SIDE: tl.constexpr):
-    """Rows and columns of this program's tile, and the number of its matrix."""
-    rows, columns = tile_at(tl.program_id(0), N, SIDE)
-    return rows, columns, tl.program_id(1).to(tl.int64)
-
-
-@triton.jit
-def below_diagonal(index):
-    """Row and column of the tile of this index, of those on and below the diagonal."""
-    # The row whose first tile is the k (k + 1) / 2 -th; a hundredth more than rounding could take away. Right for up to
-    # 99 rows of tiles, where there are 32 at most.
-    row = (0.5 * tl.sqrt(8.0 * tl.cast(index, tl.float32) + 1.0) - 0.49).to(tl.int32)
-    return row, index - row * (row + 1) // 2
 
 
 @triton.jit
