@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.5")
 
 from checks import correlated, relative_error, worst
 

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.5")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_per_sample_gpu.py", allow_module_level=True)
 

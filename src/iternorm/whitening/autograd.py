@@ -4,7 +4,6 @@
 matrices. `composed` is the same function in operators that torch differentiates itself.
 """
 
-from itertools import islice
 from types import ModuleType
 
 import torch
@@ -79,8 +78,11 @@ class _Whiten(torch.autograd.Function):
             if needs[2]:
                 grad_bias = grad_sum.to(bias.dtype)
             if needs[0]:
-                remaining = iter(state)
-                solved = [tuple(islice(remaining, length)) for length in ctx.lengths]
+                # By slices: a compiled backward of torch 2.6 does not follow an iterator from part to part.
+                solved, begin = [], 0
+                for length in ctx.lengths:
+                    solved.append(tuple(state[begin : begin + length]))
+                    begin += length
                 if settings.process_group:
                     # The gradients of weight and bias stay those of this rank, as in SyncBatchNorm: DDP averages them.
                     grad_sum, cross = collective.global_sums(grad_sum, cross, settings.process_group)
