@@ -141,7 +141,7 @@ class State(NamedTuple):
     mean: int  # [C]
     variance: int  # [C]
     batches: int  # two int64: a copy of the counter of batches, and of a synchronized layer all ranks' samples
-    covariance: int  # [G, BD, BD], without eps; where groups share tiles, G is their number
+    covariance: int  # [G, BD, BD], without eps; G counts tiles where groups share them, as for the iterates
     whitening: int  # [G, d, d]
     # [G, 2 T - 1, parts, BD, BD] of 16 bits, see `NewtonSplit`; none of groups above 64 channels.
     iterates: int
