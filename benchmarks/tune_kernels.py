@@ -184,12 +184,12 @@ def graph_time(call: Callable[[], object], repeats: int = 10, replays: int = 5) 
     return sorted(times)[len(times) // 2]
 
 
-def compile_share(arguments: tuple[int, int, list[str], list[str]]) -> None:
+def compile_share(arguments: tuple[int, int, list[Subject], list[str]]) -> None:
     """Compile every so manieth choice, for later processes."""
-    share, shares, names, modes = arguments
+    share, shares, subjects, modes = arguments
     os.environ["CUDA_MODULE_LOADING"] = "LAZY"
     jobs: list[Any] = []
-    for subject in (SUBJECTS[name] for name in names):
+    for subject in subjects:
         # The programs of a launch are no constant of it: a small batch will do.
         shapes = {(max(4, shape[0] >> 8), *shape[1:]) for shape in subject.shapes.values()}
         asked = [mode for mode in subject.modes if mode in modes]
@@ -226,14 +226,24 @@ def main() -> None:
     parser.add_argument("--out", default="tune.json")
     parser.add_argument("--subjects", default=",".join(SUBJECTS))
     parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument(
+        "--shape", type=int, nargs="+", help="the one activation to time, in place of the subjects' own"
+    )
+    parser.add_argument("--layout", choices=("NCHW", "NHWC"), help="the one layout, in place of both")
     parser.add_argument("--processes", type=int, default=14)
     args = parser.parse_args()
     names, modes = args.subjects.split(","), args.modes.split(",")
+    subjects = {name: SUBJECTS[name] for name in names}
+    for name, subject in subjects.items():
+        if args.shape is not None:
+            subject = subject._replace(shapes={"x".join(map(str, args.shape)): tuple(args.shape)})
+        if args.layout is not None:
+            subject = subject._replace(layouts=(args.layout == "NHWC",))
+        subjects[name] = subject
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        pool.map(compile_share, [(i, args.processes, names, modes) for i in range(args.processes)])
+        pool.map(compile_share, [(i, args.processes, [*subjects.values()], modes) for i in range(args.processes)])
     results = []
-    for name in names:
-        subject = SUBJECTS[name]
+    for name, subject in subjects.items():
         asked = [mode for mode in subject.modes if mode in modes]
         for mode, rows, (shape_name, shape) in itertools.product(asked, subject.layouts, subject.shapes.items()):
             use()
