@@ -31,15 +31,17 @@ class Row(NamedTuple):
     layout: str
     group_size: int
     num_iters: int
-    exact: bool
+    exact: bool = False
+    relu: bool = False
 
     def __str__(self) -> str:
         layer = f"IterNorm d={self.group_size} T={self.num_iters}" if self.num_iters else f"DBN d={self.group_size}"
-        return f"{'x'.join(map(str, self.shape))} {self.dtype} {self.layout} {layer}{' exact' if self.exact else ''}"
+        ends = f"{' exact' if self.exact else ''}{' relu' if self.relu else ''}"
+        return f"{'x'.join(map(str, self.shape))} {self.dtype} {self.layout} {layer}{ends}"
 
 
 def rows() -> list[Row]:
-    """The rows of `iternorm bench --device cuda` that are our kernels', and small groups."""
+    """The rows of `iternorm bench --device cuda` that are our kernels', small groups, float16, and a ReLU."""
     groups = {
         (64, 64, 32, 32): [(64, 5), (64, 3), (64, 7), (16, 0)],
         (64, 128, 32, 32): [(64, 5), (64, 3), (64, 7), (128, 3), (128, 5), (128, 7), (16, 0)],
@@ -55,6 +57,10 @@ def rows() -> list[Row]:
                 for group_size, num_iters in layers:
                     exact = (False, True) if (group_size, num_iters, dtype) == (64, 5, "float32") else (False,)
                     found += [Row(shape, dtype, layout, group_size, num_iters, each) for each in exact]
+    for shape in ((64, 64, 32, 32), (64, 128, 32, 32), (256, 64, 32, 32), (128, 160, 32, 32), (256, 64, 112, 112)):
+        for layout in ("NCHW", "NHWC"):
+            found += [Row(shape, dtype, layout, 64, 5, relu=True) for dtype in ("float32", "bfloat16")]
+            found += [Row(shape, "float16", layout, 64, 5)]
     return found
 
 
@@ -76,7 +82,8 @@ def microseconds(row: Row, batch_norm: bool = False) -> float:
     if batch_norm:
         layer = torch.nn.BatchNorm2d(channels)
     elif row.num_iters:
-        layer = iternorm.IterNorm2d(channels, group_size=row.group_size, num_iters=row.num_iters)
+        activation = "relu" if row.relu else None
+        layer = iternorm.IterNorm2d(channels, group_size=row.group_size, num_iters=row.num_iters, activation=activation)
     else:
         layer = iternorm.DecorrelatedBatchNorm2d(channels, group_size=row.group_size)
     inputs = [x.requires_grad_(), *layer.cuda().parameters()]
