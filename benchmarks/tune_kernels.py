@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/tune_kernels.py --out tune.json
 
 A choice is timed in the pass that the kernel belongs to, with the other kernels as they are: a forward, a backward or
-an eval of a layer with groups of 64 channels, a forward or a backward of GroupWhitening2d, a batch of a stream. Kernels
-are compiled in parallel processes first, then the passes are timed one by one as CUDA graphs.
+an eval of a layer with groups of 64 channels, the same with a ReLU, a forward or a backward of GroupWhitening2d, a batch
+of a stream. Kernels are compiled in parallel processes first, then the passes are timed one by one as CUDA graphs.
 """
 
 import argparse
@@ -25,7 +25,12 @@ from iternorm.backends.triton.tools import stream
 
 STAGES = [2, 3, 4]
 PER_SM = [1, 2, 3, 4]
-MODES = {"tf32": (torch.float32, "high"), "bf16": (torch.bfloat16, "high"), "fp32": (torch.float32, "highest")}
+MODES = {
+    "tf32": (torch.float32, "high"),
+    "bf16": (torch.bfloat16, "high"),
+    "fp16": (torch.float16, "high"),
+    "fp32": (torch.float32, "highest"),
+}
 _GROUP, _STEPS, _EPS = 64, 5, 1e-5
 _OWN_TILES = items.ItemPlan._tiles
 Calls = dict[str, Callable[[], object]]
@@ -51,24 +56,29 @@ class Subject(NamedTuple):
     modes: tuple[str, ...] = tuple(MODES)
 
 
-def of_layer(x: torch.Tensor) -> Calls:
-    """The passes of a layer with groups of 64 channels."""
+def of_layer(x: torch.Tensor, relu: bool = False) -> Calls:
+    """The passes of a layer with groups of 64 channels, and a ReLU where that is asked for."""
     grad, learned = torch.randn_like(x), torch.ones(x.shape[1], device=x.device)
     matrix = torch.eye(_GROUP, device=x.device).repeat(-(-x.shape[1] // _GROUP), 1, 1)
 
     def forward():
-        return run.forward(x, learned, learned, _GROUP, _STEPS, _EPS)
+        return run.forward(x, learned, learned, _GROUP, _STEPS, _EPS, relu=relu)
 
-    state = forward()[1]
+    output, state, _ = forward()
 
     def backward():
-        plan = run.plan_of_state(state, x, learned, _GROUP, _STEPS, False, False, False, False)
-        return run.backward(grad, x, learned, state, plan, _EPS, True)
+        plan = run.plan_of_state(state, x, learned, _GROUP, _STEPS, False, relu, False, False)
+        return run.backward(grad, x, learned, state, plan, _EPS, True, output if relu else None)
 
     def apply():
         return run.apply(x, matrix, learned, learned, learned, _GROUP)
 
     return {"forward": forward, "backward": backward, "eval": apply}
+
+
+def of_layer_with_relu(x: torch.Tensor) -> Calls:
+    """The same with a ReLU, whose backward reads the output too."""
+    return of_layer(x, relu=True)
 
 
 def of_samples(x: torch.Tensor, rows: int = 32) -> Calls:
@@ -104,12 +114,26 @@ _PASSES = {
     "cross_moments": "backward",
     "whiten_backward": "backward",
 }
+_SHAPES = {
+    "stem": (256, 64, 112, 112),
+    "a1": (64, 64, 32, 32),
+    "a1b": (64, 128, 32, 32),
+    "vgg": (256, 64, 32, 32),
+    "vgg4": (256, 512, 4, 4),
+}
+_BLOCKS = [(32, 4), (64, 4), (128, 4), (64, 8), (128, 8)]
 SUBJECTS = {
     "layer": Subject(
         {**_PASSES, "apply": "eval"},
-        {"stem": (256, 64, 112, 112), "a1": (64, 64, 32, 32), "a1b": (64, 128, 32, 32)},
-        [(32, 4), (64, 4), (128, 4), (64, 8), (128, 8)],
+        _SHAPES,
+        _BLOCKS,
         of_layer,
+    ),
+    "relu": Subject(
+        {"cross_moments": "backward", "whiten_backward": "backward"},
+        _SHAPES,
+        _BLOCKS,
+        of_layer_with_relu,
     ),
     "samples": Subject(
         _PASSES,

@@ -28,6 +28,7 @@ def _as_before(precision):
     ("name", "shape", "rows"),
     [
         ("layer", (4, 16, 4, 4), False),
+        ("relu", (4, 16, 4, 4), True),
         ("samples", (2, 32, 8, 8), True),
         ("stream", (200, 16), True),
     ],
