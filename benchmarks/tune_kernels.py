@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/tune_kernels.py --out tune.json
 
 A choice is timed in the pass that the kernel belongs to, with the other kernels as they are: a forward, a backward or
-an eval of a layer with groups of 64 channels, the same with a ReLU, a forward or a backward of GroupWhitening2d, a batch
-of a stream. Kernels are compiled in parallel processes first, then the passes are timed one by one as CUDA graphs.
+an eval of a layer with groups of 64 channels, the same with a ReLU, a forward or a backward of GroupWhitening2d, a
+batch of a stream. Kernels are compiled in parallel processes first, then passes are timed one by one as CUDA graphs.
 """
 
 import argparse
