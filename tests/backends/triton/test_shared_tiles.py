@@ -6,6 +6,7 @@ from checks import correlated, layer_for, relative_error
 
 from iternorm import reference
 from iternorm.backends.triton import layout, plan
+from iternorm.backends.triton.precision import NewtonSplit
 
 # Two channels are left for a third tile of groups of 4, a smaller last group for one of 7.
 CASES = [((6, 9, 5, 5), 1, 5), ((3, 130, 3, 3), 4, 5), ((4, 66, 3, 3), 8, 2), ((40, 20), 7, 5), ((6, 9, 5, 5), 2, 0)]
@@ -60,6 +61,22 @@ def test_a_group_without_variance_leaves_the_others_alone():
     found = (values.grad[:, kept], layer.weight.grad[kept], layer.bias.grad[kept])
     assert relative_error(y[:, kept], expected) < 2e-6
     assert all(relative_error(a, e) < 2e-6 for a, e in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("split", "tolerance"), [(NewtonSplit.TWO_HALVES, 1e-6), (NewtonSplit.ONE_HALF, 1e-3)])
+def test_a_small_gradient_beside_a_large_one_is_as_exact(split, tolerance, monkeypatch):
+    monkeypatch.setattr(plan, "newton_split", lambda *asked: split)
+    monkeypatch.setattr(plan, "_plans", {})
+    x = correlated(6, 16, 5, 5, dtype=torch.float32)
+    layer, grad = layer_for(x.shape, group_size=4, affine=False), torch.randn_like(x)
+    grad[:, 4:8] *= 1e-8
+    values, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    layer(values).backward(grad)
+    reference.iter_norm(exact, group_size=4).backward(grad.double())
+    assert values.grad is not None
+    assert exact.grad is not None
+    for actual, expected in zip(values.grad.split(4, 1), exact.grad.split(4, 1), strict=True):
+        assert relative_error(actual, expected) < tolerance
 
 
 def test_which_groups_share_tiles():

@@ -128,9 +128,20 @@ def kept_matrix(ptr, slot, tile, BD: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def power_of_two(a, largest: tl.constexpr):
-    """The power of two that brings the largest entry of a matrix to between half of `largest` and it."""
-    return power_for(tl.max(tl.max(tl.abs(a), 1), 0), largest)
+def power_of_two(a, largest: tl.constexpr, SHARED: tl.constexpr):
+    """The power of two that brings the largest entry of a matrix to between half of `largest` and it.
+
+    Of groups that share the tile ``[BD, 1]``, for each row that of its group: float16 would not hold the gradients of
+    one that are a millionth of another's.
+    """
+    rows = tl.max(tl.abs(a), 1)
+    if SHARED > 0:
+        i = tl.arange(0, a.shape[0])[:, None]
+        j = tl.arange(0, a.shape[0])[None, :]
+        level = tl.max(tl.where(i // SHARED == j // SHARED, rows[None, :], 0.0), 1)[:, None]
+    else:
+        level = tl.max(rows, 0)
+    return power_for(level, largest)
 
 
 @triton.jit
@@ -217,7 +228,7 @@ def differentiate(
         normalized = covariance / trace
         d_residual = gradient * tl.rsqrt(trace)
         if T > 1:
-            scale = power_of_two(d_residual, NEWTON.LARGEST)
+            scale = power_of_two(d_residual, NEWTON.LARGEST, NEWTON.SHARED)
             d_residual *= scale
         d_iterate = -0.5 * d_residual
         for k in tl.range(1, T, num_stages=NEWTON.STAGES):
