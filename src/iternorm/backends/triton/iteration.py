@@ -31,9 +31,10 @@ class RunningKey(NamedTuple):
     cumulative: bool = False
     is_covariance: bool = False
 
-    @property
-    def average(self) -> Average:
-        return Average(COUNT=self.counted, CUMULATIVE=self.cumulative, COVARIANCE=self.is_covariance)
+    def average(self, size: int) -> Average:
+        """What a kernel averages of groups of so many channels."""
+        width = 1 << (size - 1).bit_length()
+        return Average(self.counted, self.cumulative, self.is_covariance, SIZE=size, WIDTH=width)
 
 
 class Iteration:
@@ -114,11 +115,13 @@ class Iteration:
         """
         return "iterate", (covariance, work, whitening, counter, eps)
 
-    def blend(self, covariance, whitening, mean, variance, buffers: tuple, counter, batches, momentum: float) -> Call:
+    def blend(
+        self, covariance, whitening, mean, variance, buffers: tuple, counter, batches, eps: float, momentum: float
+    ) -> Call:
         """The update of running mean and matrix, the `buffers`, and of the `counter`, of which `batches` is a copy."""
         assert self._running is not None
         value = covariance if self._running.is_covariance else whitening
-        return "blend", (value, mean, variance, *buffers, counter, batches, momentum)
+        return "blend", (value, mean, variance, *buffers, counter, batches, eps, momentum)
 
     def backward(
         self,
@@ -198,10 +201,10 @@ class Iteration:
             blend,
             ((-(-size // side)) ** 2, self._count),
             (fp32, fp32, fp32, running.mean, running.matrix, *counters),
-            (0.1,),
+            (0.1, 0.1),
             (self._channels,),
             (0,),
-            {"N": stride, "D": size, "SIDE": side, "AVERAGE": running.average},
+            {"N": stride, "D": size, "SIDE": side, "AVERAGE": running.average(size)},
             self._warps,
             self._device,
         )

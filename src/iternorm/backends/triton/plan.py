@@ -320,9 +320,10 @@ class Plan:
     def _whiten(self) -> Launch:
         dtype, weight, bias, fp32 = self.key.dtype, self.key.weight, self.key.bias, torch.float32
         running = self.key.running or RunningKey()
+        size = self.layout.shared or self.layout.group_size
         constants = {
             "NEWTON": self._newton,
-            "AVERAGE": None if self.key.running is None else running.average,
+            "AVERAGE": None if self.key.running is None else running.average(size),
             "WEIGHT": weight is not None,
             "BIAS": bias is not None,
             "AFTER": self.after,

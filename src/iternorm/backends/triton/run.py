@@ -171,7 +171,7 @@ def whitening_calls(plan: Plan, activations, batch, learned, work, eps, momentum
     calls = [plan.iteration.forward(covariance, whitening, room, place, eps)]
     if plan.key.running is not None:
         moments = (covariance, whitening, batch_mean, variance)
-        calls.append(plan.iteration.blend(*moments, (mean, matrix), counter, batches, rate))
+        calls.append(plan.iteration.blend(*moments, (mean, matrix), counter, batches, eps, rate))
     calls += apply_calls(plan, activations, (whitening, batch_mean, scale, shift), room)
     names, arguments = zip(*calls, strict=True)
     return names, arguments

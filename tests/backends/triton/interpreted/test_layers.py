@@ -200,6 +200,24 @@ def test_a_batch_that_is_not_finite_leaves_the_running_statistics(value, running
     assert_same_state(layer, before)
 
 
+# Groups that share a tile, that have one each, a last one that is smaller, and above 64 channels.
+@pytest.mark.parametrize(("channels", "group_size", "num_iters"), [(20, 3, 5), (40, 16, 2), (80, 72, 1)])
+@pytest.mark.parametrize("running", ["whitening", "covariance"])
+def test_a_group_without_variance_leaves_the_running_whitening(channels, group_size, num_iters, running):
+    shape, options = (4, channels, 5, 5), {"group_size": group_size, "num_iters": num_iters, "running": running}
+    layers = [layer_for(shape, eps=0.0, momentum=None, impl=impl, **options) for impl in ("triton", "torch")]
+    for constant in (False, True, False):
+        x = correlated(*shape, dtype=torch.float32)
+        if constant:
+            x[:, -(channels % group_size) :] = 7.0
+        for layer in layers:
+            layer(x)
+    found, expected = (state_of(layer) for layer in layers)
+    assert found["num_batches_tracked"] == expected["num_batches_tracked"] == (2 if running == "whitening" else 3)
+    for name in ("running_mean", f"running_{running}"):
+        assert relative_error(found[name], expected[name]) < 2e-5, name
+
+
 @pytest.mark.parametrize(("channels", "group_size", "num_iters"), [(20, 8, 5), (66, 66, 0), (100, 72, 2)])
 def test_without_affine_and_without_running_statistics(channels, group_size, num_iters, poisoned_memory):
     # An eps that shows.

@@ -1,10 +1,11 @@
 """Running statistics in a kernel: the share of a batch, the average, and the one rule for a batch that is not finite.
 
-A batch with a NaN or an infinity in any channel leaves all running statistics and the count of batches unchanged.
+A batch with a NaN or an infinity in any channel, or in the matrix that is averaged, leaves all running statistics and
+the count of batches unchanged.
 """
 
 # A checker takes the language of the kernels for Python.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 from typing import NamedTuple
 
 import triton
@@ -20,6 +21,8 @@ class Average(NamedTuple):
     COUNT: bool  # batches are counted
     CUMULATIVE: bool  # every batch has the same share, in place of `momentum`
     COVARIANCE: bool  # the matrix is the covariance, not the whitening matrix
+    SIZE: int  # the channels of a group
+    WIDTH: int  # the next power of two
 
 
 @triton.jit
@@ -29,14 +32,25 @@ def finite(x):
 
 
 @triton.jit
-def all_finite(mean_ptr, variance_ptr, C):
-    """Whether every channel's mean and variance is finite: then so is every whitening matrix."""
+def all_finite(mean_ptr, variance_ptr, eps, C, AVERAGE: tl.constexpr):
+    """Whether every channel's mean and variance is finite, and the matrix that is averaged of each group.
+
+    A covariance then is. A whitening matrix is unless the trace is zero, as that of constant channels is with eps=0.
+    """
+    COUNT: tl.constexpr = 512 // AVERAGE.WIDTH if AVERAGE.WIDTH < 512 else 1
+    group = tl.arange(0, COUNT)
+    i = tl.arange(0, AVERAGE.WIDTH)[None, :]
     bad = 0
-    for start in range(0, C, 512):
-        c = start + tl.arange(0, 512)
-        mean = tl.load(mean_ptr + c, mask=c < C, other=0.0)
-        variance = tl.load(variance_ptr + c, mask=c < C, other=0.0)
-        bad += tl.sum((~(finite(mean) & finite(variance))).to(tl.int32), 0)
+    for start in range(0, C, COUNT * AVERAGE.SIZE):
+        first = start + group * AVERAGE.SIZE
+        c = first[:, None] + i
+        member = (i < AVERAGE.SIZE) & (c < C)
+        mean = tl.load(mean_ptr + c, mask=member, other=0.0)
+        variance = tl.load(variance_ptr + c, mask=member, other=0.0)
+        bad += tl.sum(tl.sum((~(finite(mean) & finite(variance))).to(tl.int32), 1), 0)
+        if not AVERAGE.COVARIANCE:
+            trace = tl.sum(tl.where(member, variance + eps, 0.0), 1)
+            bad += tl.sum(((first < C) & ~((trace > 0.0) & finite(trace))).to(tl.int32), 0)
     return bad == 0
 
 
@@ -82,6 +96,7 @@ def blend(
     running_matrix_ptr,
     num_batches_ptr,
     batches_ptr,
+    eps,
     momentum,
     C,
     N: tl.constexpr,
@@ -98,7 +113,7 @@ def blend(
     # Older than the launch before: another batch's, and the moments, from which the whitening matrix was computed.
     old = tl.load(matrix_ptrs, mask=inside, other=0.0).to(tl.float32)
     share = share_of_batch(momentum, batches_ptr, AVERAGE)
-    keep = all_finite(mean_ptr, variance_ptr, C)
+    keep = all_finite(mean_ptr, variance_ptr, eps, C, AVERAGE)
     follow(PDL)
 
     value = load_block(value_ptr + group * N * N, rows, columns, N, False)

@@ -134,7 +134,7 @@ def whiten_forward(
     if keeps:
         tl.store(whitening_ptr + target, whitening, mask=inside)
         if AVERAGE is not None:
-            keep = all_finite(mean_ptr, variance_ptr, C)
+            keep = all_finite(mean_ptr, variance_ptr, eps, C, AVERAGE)
             share = share_of_batch(momentum, batches_ptr, AVERAGE)
             if AVERAGE.COVARIANCE:
                 value = tl.load(covariance_ptr + group * BD * BD + i * BD + j)
