@@ -97,7 +97,8 @@ def apply(
         outputs = [
             convolve(values, weights.reshape(-1, part.size, *ones), shift, groups=part.count)
             if part.size > 1
-            else torch.addcmul(shift.view(-1, *ones), values, weights.reshape(-1, *ones))
+            # Unlike a convolution it would keep any order of memory, and BatchNorm's output is planes or rows.
+            else torch.addcmul(shift.view(-1, *ones), torch_verbs.laid_out(values), weights.reshape(-1, *ones))
             for part, (values, weights, shift) in zip(parts, operands, strict=True)
         ]
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)

@@ -225,6 +225,16 @@ def test_channels_last_with_an_extent_of_one(training):
     assert y.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("group_size", [1, 3, 4])
+def test_other_memory_in_contiguous_out(training, group_size):
+    layers = [IterNorm2d(4, group_size=group_size), nn.BatchNorm2d(4)]
+    for x in (torch.randn(6, 4, 5, 3).transpose(2, 3), torch.randn(5, 4, 3, 6).transpose(0, 3)):
+        for layer in layers:
+            assert layer.train(training)(x).is_contiguous()
+    assert IterNorm1d(4, group_size=group_size).train(training)(torch.randn(4, 8).T).is_contiguous()
+
+
 def test_frozen_in_eval_back_propagates():
     model = network().eval()
     for parameter in model.parameters():
