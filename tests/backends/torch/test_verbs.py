@@ -47,6 +47,18 @@ def test_moments(shape, group_size, dtype, poisoned_memory):
         assert relative_error(covariance, padded(expected, size)) < limit, name
 
 
+@pytest.mark.parametrize("group_size", [3, 6])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_long_sums_keep_their_digits(group_size, memory_format):
+    x = torch.randn(1, 6, 1200, 1000).contiguous(memory_format=memory_format)
+    mean, covariance = torch_verbs.moments(x, group_size)
+    total, cross = torch_verbs.cross_moments(x, x, mean, group_size)
+    expected = torch.stack([torch.cov(b, correction=0) for b in by_group(x, group_size)])
+    assert relative_error(covariance, expected) < 2e-6
+    assert relative_error(cross / 1_200_000, expected) < 2e-6
+    assert relative_error(total / 1_200_000, mean) < 1e-3
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "group_size"), SHAPES)
 def test_maps_and_cross_moments(shape, group_size, dtype, poisoned_memory):

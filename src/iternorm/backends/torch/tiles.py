@@ -4,7 +4,8 @@ A layout says how the channels of one part of the groups are viewed, which tiles
 loaded, summed, multiplied and mapped. Tiles are in the compute dtype and take a fraction of the activation's memory.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ TILE = 1 << 20
 TILES = 8
 # On a GPU every tile costs several launches, and caches give no reason for small ones: up to 256 MB of fp32.
 DEVICE_TILE = 1 << 26
+# On a CPU a product of small matrices adds up its rows in one go: of a million values the sum is off by 3e-5.
+SPAN = 1 << 16
 
 
 def layout_for(planes: Tensor, part: Part, dtype: torch.dtype) -> "Layout":
@@ -91,13 +94,13 @@ class Planes:
             top = torch.matmul(left[:, :, :half], left.mT).sum(0)
             corner = torch.matmul(left[:, :, half:], left[:, :, half:].mT).sum(0)
             return torch.cat([top, torch.cat([top[:, :, half:].mT, corner], 2)], 1)
-        return torch.matmul(left, right.mT).sum(0)
+        return _added(torch.matmul(a, b.mT).sum(0) for a, b in _spans(left, right, 3))
 
     @staticmethod
     def cross(left: Tensor, right: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
         """Σ left ``[G, d]`` and Σ left (right - mean)ᵀ ``[G, d, d]`` over samples and positions."""
         totals = left.sum(3)
-        products = torch.matmul(left, right.mT)
+        products = _added(torch.matmul(a, b.mT) for a, b in _spans(left, right, 3))
         products.addcmul_(totals[..., None], mean[:, None, :], value=-1)
         return totals.sum(0), products.sum(0)
 
@@ -174,11 +177,16 @@ class Rows:
 
     @staticmethod
     def product(left: Tensor, right: Tensor) -> Tensor:
+        if _is_long(left, 1):
+            return _added(Rows.product(a, b) for a, b in _spans(left, right, 1))
         left, right = _pieces(left), _pieces(right)
         return torch.matmul(left.mT, right).sum(1)
 
     @staticmethod
     def cross(left: Tensor, right: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+        if _is_long(left, 1):
+            sums, crosses = zip(*(Rows.cross(a, b, mean) for a, b in _spans(left, right, 1)), strict=True)
+            return _added(sums), _added(crosses)
         left = _pieces(left)
         right = _pieces(right)
         totals = left.sum(2)
@@ -257,6 +265,21 @@ class Channels:
 
 
 Layout = Planes | Rows | Channels
+
+
+def _spans(left: Tensor, right: Tensor, dim: int) -> Iterable[tuple[Tensor, Tensor]]:
+    """Two operands of a product, cut along the dimension that it adds up if that is long."""
+    if not _is_long(left, dim):
+        return [(left, right)]
+    return zip(left.split(SPAN, dim), right.split(SPAN, dim), strict=True)
+
+
+def _is_long(block: Tensor, dim: int) -> bool:
+    return block.device.type == "cpu" and block.shape[dim] > SPAN
+
+
+def _added(terms: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, terms)
 
 
 def _pieces(rows: Tensor) -> Tensor:
