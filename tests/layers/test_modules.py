@@ -240,10 +240,18 @@ def test_a_batch_with_nan_or_inf_leaves_the_running_statistics(bad, running, mom
     assert_same_state(layer, state_of(clean))
 
 
-def test_an_overflow_of_the_covariance_leaves_the_running_statistics():
-    layer = IterNorm2d(4)
+@pytest.mark.parametrize(("group_size", "num_iters"), [(4, 5), (4, 0), (1, 5), (3, 5), (3, 0)])
+@pytest.mark.parametrize("running", ["whitening", "covariance"])
+# Variances that are infinite, and differences of infinities.
+@pytest.mark.parametrize("scale", [1e21, 1e30])
+def test_an_overflow_of_the_covariance_leaves_the_running_statistics(group_size, num_iters, running, scale):
+    layer = IterNorm2d(4, group_size=group_size, num_iters=num_iters, running=running)
     before = state_of(layer)
-    layer(1e30 * torch.randn(8, 4, 2, 2))
+    x = (scale * torch.randn(8, 4, 2, 2)).requires_grad_()
+    y = layer(x)
+    y.sum().backward()
+    assert y.isnan().all()
+    assert x.grad.isnan().all()
     assert_same_state(layer, before)
 
 

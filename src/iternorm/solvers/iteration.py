@@ -33,7 +33,8 @@ def newton(covariance: Tensor, num_iters: int) -> tuple[Tensor, list[Tensor], li
     trace = _trace(covariance)
     identity = _identity_like(covariance)
     if num_iters == 0:
-        return identity * trace.rsqrt(), [], []
+        # A trace that has overflowed gives NaN, as it does where the covariance is divided by it, and not zeros.
+        return identity * trace.masked_fill(trace.isinf(), torch.nan).rsqrt(), [], []
     residual = (covariance / trace).reshape(-1, *covariance.shape[-2:])
     iterate = torch.add(1.5 * identity, residual, alpha=-0.5)
     residuals, iterates = [residual], []
