@@ -29,6 +29,7 @@ from triton.runtime import driver
 from iternorm.backends.triton import items, plan, runtime
 from iternorm.backends.triton.tools import roots, stream
 from iternorm.linalg.roots import _schedule
+from iternorm.whitening.settings import Running
 
 DTYPES = {"exact": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -106,14 +107,15 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
         weight = torch.empty(channels, device="cuda:0")
         steps, residual = 24 if "many" in more else 5, "residual" in more
         words = {"relu": "relu" in more, "residual": residual, "summed": residual, "ranks": 8 * ("ranks" in more)}
-        made = plan.plan_for(x, weight, weight, size, steps, None, **words)
+        matrix, count = torch.empty(2, size, size, device="cuda:0"), torch.zeros((), dtype=torch.int64, device="cuda:0")
+        made = plan.plan_for(x, weight, weight, size, steps, Running(weight, matrix, count, 0.1, False), **words)
     names = ("moments", "reduce", "cross_moments", "cross_reduce", "apply")
     if made.exchange is not None:
         names += ("merge", "unpack", "sent_weight_gradient")
     if made.iteration is None:
         iterates = ("whiten", "whiten_backward")
     else:
-        iterates = ("iterate", "iterate_backward", "wide_weight_gradient", "apply_backward")
+        iterates = ("iterate", "blend", "iterate_backward", "wide_weight_gradient", "apply_backward")
         if made.maps.in_blocks("apply"):
             iterates += ("operands", "backward_operands")
     for name in (*names, *iterates):
