@@ -61,6 +61,14 @@ FOR, AGAINST, NEITHER = (Finding(Verdict.ONE_SEED, points) for points in (True, 
         # One that is left of three was not the only one.
         (Seeds((3.0,), 2), Seeds((9.0, 9.1, 9.2)), UNDECIDED),
         (Seeds((9.0, 9.1, 9.2)), Seeds((3.0,), 2), UNDECIDED),
+        # Nor does it speak for the other two where all that it is compared with diverged, or was run once.
+        (Seeds((3.0,), 2), Seeds((), 3), UNDECIDED),
+        (Seeds((3.0, 3.1), 1), Seeds((), 3), UNDECIDED),
+        (Seeds((), 3), Seeds((3.0,), 2), UNDECIDED),
+        (Seeds((3.0,), 2), Seeds((), 1), UNDECIDED),
+        (Seeds((3.0,), 2), Seeds((9.0,)), UNDECIDED),
+        (Seeds((9.0,)), Seeds((3.0,), 2), UNDECIDED),
+        (Seeds((3.0,)), Seeds((9.0,), 2), FOR),
     ],
 )
 def test_lower(low, high, expected):

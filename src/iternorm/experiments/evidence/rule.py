@@ -115,15 +115,18 @@ def is_lower(low: Seeds, high: Seeds, *, margin: float = 0.0, num_test: int | No
     runs = [len(each.values) + each.num_diverged for each in (low, high)]
     if not all(runs):
         return Finding(Verdict.NOT_RUN)
-    if low.values and high.values:
-        finding = decide(difference(low, high, num_test), margin=margin)
-        # The seeds that finished cannot decide for a training in which others diverged, nor is the last one the only.
-        spoiled = {Verdict.HOLDS: low.num_diverged, Verdict.FAILS: high.num_diverged}.get(finding.verdict, 0)
-        left_alone = finding.verdict is Verdict.ONE_SEED and min(runs) > 1
-        return Finding(Verdict.UNDECIDED) if spoiled or left_alone else finding
     if not low.values and not high.values:
         return Finding(Verdict.ONE_SEED if min(runs) == 1 else Verdict.UNDECIDED)
-    return decide(Difference(math.inf if low.values else -math.inf, None, min(runs)))
+    if low.values and high.values:
+        found = difference(low, high, num_test)
+    else:
+        found = Difference(math.inf if low.values else -math.inf, None, min(runs))
+    finding = decide(found, margin=margin)
+    # The seeds that finished cannot speak for a training in which others diverged, nor is the last one the only.
+    sign = {Verdict.HOLDS: True, Verdict.FAILS: False}.get(finding.verdict, finding.points)
+    spoiled = {True: low.num_diverged, False: high.num_diverged, None: 0}[sign]
+    left_alone = finding.verdict is Verdict.ONE_SEED and min(runs) > 1
+    return Finding(Verdict.UNDECIDED) if spoiled or left_alone else finding
 
 
 def is_below(seeds: Seeds, limit: float, *, num_test: int | None = None) -> Finding:
