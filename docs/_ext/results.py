@@ -135,7 +135,7 @@ def numbers(*experiments: str, only: str = "", without: str = "\n") -> str:
         found += [
             number
             for number in experiment.compare(finished)
-            if only in number.what and without not in number.what and (number.paper or number.ours)
+            if only in number.what and without not in number.what and not number.is_empty
         ]
     return markdown_table(reproduction.numbers(sorted(found, key=lambda number: not number.ours)))
 

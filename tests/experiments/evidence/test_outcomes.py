@@ -25,6 +25,12 @@ def test_seeds_are_told_as_mean_and_deviation():
     assert str(Seeds((3.5, 3.7), 1)) == "3.60 ± 0.14 (2 seeds), 1 diverged"
 
 
+def test_what_diverged_is_told_of_each():
+    told = outcomes.told({"BN": Seeds((3.5, 3.7), 1), "DBN": Seeds((4.5, 4.7), 1)})
+    assert told == "BN 3.60 ± 0.14 (2 seeds), 1 diverged, DBN 4.60 ± 0.14 (2 seeds), 1 diverged"
+    assert outcomes.told({"BN": Seeds((), 1), "DBN": Seeds((), 1)}) == "BN diverged, DBN diverged"
+
+
 def test_final_errors_are_those_of_the_last_row_of_each_seed():
     results = [result(50.0, 4.0, seed=1), result(50.0, 3.0), result(50.0, None, seed=2), result(1.0, norm="other")]
     found = outcomes.select(results, "m", "n")

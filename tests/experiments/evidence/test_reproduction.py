@@ -9,10 +9,11 @@ import pytest
 import tiny_experiment
 from page_checks import assert_self_contained
 
-from iternorm.experiments.evidence import blocks, reproduction
+from iternorm.experiments.evidence import blocks, outcomes, reproduction
 from iternorm.experiments.jobs import registry, results
 from iternorm.experiments.jobs.findings import Claim, Comparison, Finding, Verdict, measured
 from iternorm.experiments.jobs.registry import Experiment, Plan
+from iternorm.experiments.jobs.results import Result
 
 ROOT = Path(__file__).parents[3]
 MADE = {
@@ -119,6 +120,15 @@ def test_the_same_results_give_the_same_text(tiny, tmp_path):
 )
 def test_our_number_is_mean_and_deviation(ours, unit, text):
     assert reproduction._ours(Comparison("x", "", ours, unit)) == text
+
+
+def test_a_number_whose_runs_all_diverged_was_run():
+    runs = [Result("e", {"job": "a", "seed": seed}, [{"diverged": True}], 1.0, {}) for seed in range(3)]
+    with_paper, without = (outcomes.compare("x", paper, runs) for paper in ("3.89", ""))
+    rows = reproduction.numbers([with_paper]).rows
+    assert rows == (("x", "3.89 %", "diverged", "3 of 3 runs diverged"),)
+    assert not without.is_empty
+    assert outcomes.compare("x", "", []).is_empty
 
 
 def test_verdicts_are_words():

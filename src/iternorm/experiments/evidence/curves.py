@@ -53,9 +53,14 @@ def mean(results: Sequence[Result] | None, value: Callable[[Result], float]) -> 
     return statistics.fmean(map(value, results)) if results else None
 
 
+def num_diverged(results: Sequence[Result] | None) -> int:
+    """How many of the seeds diverged."""
+    return sum(map(diverged, results or ()))
+
+
 def divergence_note(results: Sequence[Result] | None) -> str:
     """How many of the seeds diverged, empty where none did."""
-    count = sum(map(diverged, results or ()))
+    count = num_diverged(results)
     return f"{count} of {len(results or ())} runs diverged" if count else ""
 
 

@@ -36,7 +36,8 @@ def finals(results: Sequence[Result], column: str = "test_error") -> Seeds:
 
 def compare(what: str, paper: str, results: Sequence[Result], column: str = "test_error") -> Comparison:
     """The paper's number beside a column of our last rows, in percent."""
-    return Comparison(what, paper, finals(results, column).values, note=curves.divergence_note(results))
+    found = finals(results, column)
+    return Comparison(what, paper, found.values, note=curves.divergence_note(results), num_diverged=found.num_diverged)
 
 
 def num_test(results: Sequence[Result]) -> int | None:
@@ -97,7 +98,7 @@ def told(values: Mapping[str, Seeds], form: str = ".2f") -> str:
     alike = len(found) > 1 and len({(len(seeds.values), seeds.num_diverged) for seeds in found.values()}) == 1
     texts = {name: format(seeds, form) for name, seeds in found.items()}
     ends = {text[text.rfind(" (") :] for text in texts.values()}
-    if alike and len(ends) == 1 and (end := ends.pop()).startswith(" ("):
+    if alike and len(ends) == 1 and (end := ends.pop()).endswith(")"):
         return ", ".join(f"{name} {text.removesuffix(end)}" for name, text in texts.items()) + f"{end[:-1]} each)"
     return ", ".join(f"{name} {text}" for name, text in texts.items()) or "not run"
 

@@ -122,8 +122,7 @@ def _section(experiment: Experiment, state: State, claims: Sequence[Claim], root
         parts.append(Table((said, "verdict", "what was found"), tuple(cells)))
     elif text := experiment.field("Claim"):
         parts.append(f"The claim, not checked by a function: {text}")
-    # A number that neither has says nothing.
-    comparisons = [number for number in experiment.compare(state.finished) if number.paper or number.ours]
+    comparisons = [number for number in experiment.compare(state.finished) if not number.is_empty]
     if comparisons:
         parts.append(numbers(comparisons))
     for name in ("The paper got", "Departures"):
@@ -211,7 +210,7 @@ def _ours(number: Comparison) -> str:
         '7.5 ± 0.7 %'
     """
     if not number.ours:
-        return "not run"
+        return "diverged" if number.num_diverged else "not run"
     finite = [value for value in number.ours if math.isfinite(value)]
     if not finite:
         return "diverged"

@@ -75,11 +75,10 @@ def comparisons(best: dict[str, list[Result]], norms: Sequence[str], where: str)
         runs = best.get(norm)
         note = f"learning rate {runs[0].config['lr']:g}" if runs else ""
         note = "; ".join(filter(None, (note, curves.divergence_note(runs))))
-        test_error = curves.seeds(runs, final_test_error)
-        found.append(Comparison(f"{norm}, {where}, test error", "", test_error, note=note))
-        found.append(
-            Comparison(f"{norm}, {where}, training loss", "", curves.seeds(runs, final_loss), unit="", note=note)
-        )
+        said = {"note": note, "num_diverged": curves.num_diverged(runs)}
+        test_error, loss = curves.seeds(runs, final_test_error), curves.seeds(runs, final_loss)
+        found.append(Comparison(f"{norm}, {where}, test error", "", test_error, **said))
+        found.append(Comparison(f"{norm}, {where}, training loss", "", loss, unit="", **said))
     return found
 
 

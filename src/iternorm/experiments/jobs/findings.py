@@ -53,10 +53,11 @@ class Comparison:
     Attributes:
         what: What was measured, such as ``BN, batch 256``.
         paper: The paper's number as it prints it, ``3.56 ± 0.12``; empty where the paper shows a curve only.
-        ours: One value a seed; empty where it was not run.
+        ours: One value a seed; empty where it was not run, or where every run diverged.
         unit: Of both.
         note: A departure that concerns this number.
         count: How many repeats our single value is the mean or the median of; None if it is of one.
+        num_diverged: How many runs diverged, and so have no value.
     """
 
     what: str
@@ -65,6 +66,12 @@ class Comparison:
     unit: str = "%"
     note: str = ""
     count: int | None = None
+    num_diverged: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether neither the paper nor we have anything to say."""
+        return not (self.paper or self.ours or self.num_diverged)
 
 
 @dataclass(frozen=True)

@@ -75,13 +75,12 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
     for setting, runs in _sorted(results).items():
         title = SETTINGS[setting].title
         for norm in _norms(setting):
-            note = curves.divergence_note(runs.get(norm))
-            found.append(
-                Comparison(f"{norm}, {title}, test error", "", vgg_cifar.test_errors(runs.get(norm)), note=note)
-            )
+            found.append(outcomes.compare(f"{norm}, {title}, test error", "", runs.get(norm, [])))
         for norm, paper in PAPER_REDUCTIONS[setting].items():
             what = f"{norm} minus {NORMS[-1]}, {title}, test error"
-            found.append(Comparison(what, paper, _reductions(runs, norm), unit="points"))
+            sides = runs.get(norm), runs.get(NORMS[-1])
+            lost = sum(map(curves.num_diverged, sides)) if all(sides) else 0
+            found.append(Comparison(what, paper, _reductions(runs, norm), unit="points", num_diverged=lost))
     return found
 
 

@@ -50,8 +50,7 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
     for panel in (ITERATIONS, GROUPS):
         runs = _select(results, panel)
         for name in panel:
-            note = curves.divergence_note(runs.get(name))
-            found.append(Comparison(f"{name}, test error", "", vgg_cifar.test_errors(runs.get(name)), note=note))
+            found.append(outcomes.compare(f"{name}, test error", "", runs.get(name, [])))
     return found
 
 
