@@ -1,5 +1,6 @@
 """The short table: BN against IterNorm, whichever way it came out."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from iternorm.experiments.evidence import pays
@@ -47,6 +48,17 @@ def test_few_seeds_say_so():
     assert [str(row[-1]) for row in table] == ["undecided", "undecided"]
     found, _ = rows(fig6=runs(fig6, {"BN": 15.0, "IterNorm T=5": 10.0}, 1))
     assert str(pays.cells(found)[1][0][-1]) == "one seed only, points to yes"
+
+
+def test_seeds_that_diverged_are_counted():
+    vgg = runs(fig6, {"BN": 7.5, "IterNorm T=5": 7.0}, 3)
+    lost = [{"diverged": True}]
+    vgg = [
+        replace(run, rows=lost) if run.config["norm"] != "BN" and run.config.get("seed", 0) == 2 else run for run in vgg
+    ]
+    found, _ = rows(fig6=vgg)
+    cells = tuple(map(str, pays.cells(found)[1][0]))
+    assert cells[2:] == ("7.60", "7.05 (1 diverged)", "+0.55 ± 0.08", "3 and 2", "undecided")
 
 
 def test_the_markdown_is_a_table():

@@ -41,7 +41,7 @@ def cells(found: Sequence[Row]) -> tuple[tuple[str, ...], tuple[tuple[Cell, ...]
 
 def _cells(row: Row) -> tuple[Cell, ...]:
     finding = rule.is_lower(row.iternorm, row.bn, num_test=row.num_test)
-    numbers = [f"{seeds.mean:.2f}" if seeds.values else "diverged" for seeds in (row.bn, row.iternorm)]
+    numbers = [_mean(seeds) for seeds in (row.bn, row.iternorm)]
     change, count = "–", "–"
     if row.bn.values and row.iternorm.values:
         difference = rule.difference(row.iternorm, row.bn, row.num_test)
@@ -52,6 +52,12 @@ def _cells(row: Row) -> tuple[Cell, ...]:
     said = words.get(finding.verdict, str(finding).replace("points to it", "points to yes"))
     said = said.replace("points against it", "points to no")
     return row.network, row.data, *numbers, change, count, Verdicts(((finding.verdict, said),))
+
+
+def _mean(seeds: Seeds) -> str:
+    if not seeds.values:
+        return "diverged"
+    return f"{seeds.mean:.2f}" + (f" ({seeds.num_diverged} diverged)" if seeds.num_diverged else "")
 
 
 def markdown(found: Sequence[Row]) -> str:
