@@ -2,8 +2,10 @@
 
 import errno
 import json
+import re
 
 import pytest
+import torch
 from sweeps import swept
 
 from iternorm.experiments.jobs import locks, registry, results
@@ -90,11 +92,44 @@ def test_a_result_that_cannot_be_saved_names_its_path_and_loses_no_other(countin
     assert not locks.is_held(registry.lock_path(tmp_path, "counting", config))
 
 
-def test_rows_that_are_not_json_fail_their_job_alone(counting, tmp_path):
-    counting.module.run = lambda config, context: [{"value": float("nan") if config["job"] == "n1" else 1.0}]
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [{"value": float("nan")}],
+            "the row {'value': nan}: plain values, and None for what is not finite, are needed",
+        ),
+        ([{"value": torch.ones(1)}], r"the row {'value': tensor\(\[1.\]\)}: plain values"),
+        ([1.0], "the row 1.0: a mapping of plain values is needed"),
+        ({"value": 1.0}, "{'value': 1.0}: a list of rows"),
+        (None, "None: a list of rows"),
+        ([], "no rows: one or more are needed"),
+    ],
+)
+def test_rows_that_are_none_fail_their_job_alone(counting, tmp_path, rows, message):
+    counting.module.run = lambda config, context: rows if config["job"] == "n1" else [{"value": 1.0}]
+    failed, ran = swept(counting, tmp_path)
+    assert (failed.what, ran.what) == ("failed", "ran")
+    assert re.match(rf"run\(\) of counting returns {message}", str(failed.error))
+    assert not failed.path.exists()
+    assert not registry.work_folder(tmp_path, "counting", failed.config).exists()
+
+
+def test_a_note_that_is_not_json_fails_its_job_alone(counting, tmp_path):
+    def run(config, context):
+        context.record["note"] = torch.ones(1) if config["job"] == "n1" else 1.0
+        return [{"value": 1.0}]
+
+    counting.module.run = run
     failed, ran = swept(counting, tmp_path)
     assert (failed.what, ran.what) == ("failed", "ran")
     assert not failed.path.exists()
+
+
+def test_rows_may_come_one_by_one(counting, tmp_path):
+    counting.module.run = lambda config, context: ({"value": value} for value in range(3))
+    ran, _ = swept(counting, tmp_path)
+    assert results.load(tmp_path, "counting", ran.config).rows == [{"value": 0}, {"value": 1}, {"value": 2}]
 
 
 def test_a_job_that_cannot_be_claimed_or_read_loses_no_other(counting, tmp_path, monkeypatch):

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,32 @@ def check_config(config: object, where: str) -> None:
             problem = f"plain values are needed ({error})"
     if problem is not None:
         raise ValueError(f"{where} gives {config!r}: {problem}")
+
+
+def check_rows(rows: object, where: str) -> list[Row]:
+    """The rows of a job as a list; refuse what cannot be kept.
+
+    Args:
+        rows: What a job returned.
+        where: Who made them.
+
+    Raises:
+        ValueError: They are no rows, or hold what JSON cannot represent.
+    """
+    if not isinstance(rows, Iterable) or isinstance(rows, Mapping | str):
+        raise ValueError(f"{where} returns {reprlib.repr(rows)}: a list of rows, mappings of plain values, is needed")
+    found = list(rows)
+    if not found:
+        raise ValueError(f"{where} returns no rows: one or more are needed")
+    for row in found:
+        if not isinstance(row, Mapping):
+            raise ValueError(f"{where} returns the row {reprlib.repr(row)}: a mapping of plain values is needed")
+        try:
+            json.dumps(row, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            message = f"{where} returns the row {row!r}: plain values, and None for what is not finite, are needed"
+            raise ValueError(f"{message} ({error})") from error
+    return found
 
 
 def _digest(config: Config) -> str:

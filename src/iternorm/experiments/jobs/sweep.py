@@ -196,14 +196,15 @@ def execute(experiment: Experiment, config: Config, context: Context, threads: i
 
     with num_threads(threads):
         try:
-            rows = experiment.module.run(config, replace(context, step=step))
+            made = experiment.module.run(config, replace(context, step=step))
+            rows = results.check_rows(made, f"run() of {experiment.path or experiment.id}")
         except BaseException:
             if context.folder.exists() and all(path.name == stopwatch_file for path in context.folder.iterdir()):
                 shutil.rmtree(context.folder)
             raise
         how = {"commit": commit, "processes": num_processes(), "compile": context.compile}
-        made = {**provenance(context.device), **how, **context.record}
-        return Result(experiment.home, config, rows, stopwatch.seconds, made)
+        origin = {**provenance(context.device), **how, **context.record}
+        return Result(experiment.home, config, rows, stopwatch.seconds, origin)
 
 
 def conclude(experiment: Experiment, result: Result, root: Path, taken: Taken) -> Outcome:
@@ -211,7 +212,7 @@ def conclude(experiment: Experiment, result: Result, root: Path, taken: Taken) -
     path = results.result_path(root, experiment.home, result.config)
     try:
         results.save(root, result)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         return Outcome(experiment, result.config, path, "failed", set_aside=taken.set_aside, error=error)
     shutil.rmtree(registry.work_folder(root, experiment.home, result.config), ignore_errors=True)
     return Outcome(experiment, result.config, path, "ran", result, taken.set_aside)
