@@ -129,13 +129,18 @@ class Experiment:
         """What the docstring says of the cost."""
         return self.field("Cost").rstrip(".")
 
+    @property
+    def command(self) -> str:
+        """What runs it, to be pasted into a shell."""
+        return f"iternorm run {shlex.quote(str(self.path or self.id))}"
+
     def field(self, name: str) -> str:
         """What the docstring says behind ``NAME:``, on one line; empty where it says nothing."""
         ends = "|".join(map(re.escape, FIELDS))
         pattern = rf"^{re.escape(name)}:(.*?)(?=^(?:{ends}):|^\s*$|\Z)"
         found = re.search(pattern, inspect.getdoc(self.module) or "", flags=re.MULTILINE | re.DOTALL)
         if found is None and name == "Command":
-            return f"iternorm run {shlex.quote(str(self.path or self.id))}"
+            return self.command
         return " ".join(found[1].split()) if found else ""
 
     def jobs(self, plan: Plan | None = None) -> list[Config]:
@@ -317,7 +322,7 @@ def draw(experiment: Experiment, root: Path, *, smoke: bool = False, out: Path |
     """
     state = survey(experiment, root, smoke=smoke)
     if not state.finished:
-        command = f"iternorm run {experiment.id}" + (" --smoke" if smoke else "")
+        command = experiment.command + (" --smoke" if smoke else "")
         broken = f" ({'; '.join(state.unusable)})" if state.unusable else ""
         raise ValueError(
             f"{experiment.id}: none of {state.total} results is in {root}{broken}: make them with `{command}`"
