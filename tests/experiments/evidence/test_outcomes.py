@@ -47,7 +47,7 @@ def test_final_errors_are_those_of_the_last_row_of_each_seed():
 def test_a_claim_tells_the_numbers_their_difference_and_its_error():
     claim = claim_lower("a is lower than b", ("a", "b"), (Seeds((3.0, 3.2, 3.1)), Seeds((3.6, 3.8, 3.7))))
     assert claim.verdict is Verdict.HOLDS
-    assert claim.evidence == "a 3.10 ± 0.10 (3 seeds), b 3.70 ± 0.10 (3 seeds): lower by 0.60 ± 0.08"
+    assert claim.evidence == "a 3.10 ± 0.10 (3 seeds), b 3.70 ± 0.10 (3 seeds): lower by 0.60 ± 0.08 (standard error)"
     claim = claim_lower("", ("a", "b"), (Seeds((7.0,)), Seeds((6.0,))), 10_000)
     assert claim.finding == Finding(Verdict.ONE_SEED, False)
     assert claim.evidence == "a 7.00 (one seed), b 6.00 (one seed): higher by 1.00 ± 0.35 (of the test set)"

@@ -63,13 +63,19 @@ def claim_lower(text: str, names: tuple[str, str], seeds: tuple[Seeds, Seeds], n
 
 
 def told_difference(low: Seeds, high: Seeds, *, num_test: int | None = None) -> str:
-    """How far the first is below the second, in words: ``: lower by 0.41 ± 0.12``; empty where one has no numbers."""
+    """How far the first is below the second, in words; empty where one has no numbers.
+
+    Example:
+        >>> told_difference(Seeds((3.0, 3.2)), Seeds((3.5, 3.7)))
+        ': lower by 0.50 ± 0.14 (standard error)'
+    """
     if not low.values or not high.values:
         return ""
     found = rule.difference(low, high, num_test)
     text = f": {'lower' if found.value >= 0 else 'higher'} by {abs(found.value):.2f}"
     if found.error is not None:
-        text += f" ± {found.error:.2f}" + (" (of the test set)" if found.num_seeds == 1 else "")
+        of = "of the test set" if found.num_seeds == 1 else "standard error"
+        text += f" ± {found.error:.2f} ({of})"
     return text
 
 

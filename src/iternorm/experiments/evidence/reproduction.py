@@ -23,13 +23,15 @@ _SUBTITLE = "Huang et al., Iterative Normalization, CVPR 2019"
 _INTRODUCTION = (
     "Every figure and table of *Iterative Normalization: Beyond Standardization towards Efficient Whitening* (Huang et "
     "al., CVPR 2019), as `iternorm run` made it. A claim is a sentence of the paper; its verdict is a function of the "
-    "results, not of a hand. ± is the standard deviation over n seeds. What was not run says so."
+    "results, not of a hand. ± is the standard deviation over n seeds unless it says otherwise. What was not run says "
+    "so."
 )
 _MEANINGS = {
     Verdict.HOLDS: "three seeds or more on either side, and a difference of more than two standard errors (Welch); or "
     "a measurement that no seed decides",
     Verdict.FAILS: "the same, the other way round",
-    Verdict.UNDECIDED: "two seeds, or a difference within two standard errors",
+    Verdict.UNDECIDED: "two seeds, or a difference within two standard errors, or one in favour of a side of which "
+    "seeds diverged",
     Verdict.ONE_SEED: "it points to the claim or against it; a test error points somewhere if it differs by more than "
     "two binomial errors of the test set",
     Verdict.NOT_RUN: "all of it, or what it is compared with",

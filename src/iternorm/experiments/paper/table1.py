@@ -95,7 +95,8 @@ def _claim_improvement(iternorm: Seeds, baseline: Seeds, num_test: int | None) -
     if squares is None:
         return Claim(text, Finding(lower.verdict), evidence)
     error = 100 / high * math.sqrt(squares[0] + (low / high) ** 2 * squares[1])
-    evidence += f", ± {error:.1f}" + (" (of the test set)" if lower.verdict is Verdict.ONE_SEED else "")
+    of = "of the test set" if lower.verdict is Verdict.ONE_SEED else "standard error"
+    evidence += f", ± {error:.1f} ({of})"
     if ours + rule.ERRORS * error >= PAPER_IMPROVEMENT:
         return Claim(text, lower, evidence)
     # Its own error says that it is less.
