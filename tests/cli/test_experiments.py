@@ -71,6 +71,14 @@ def test_run_then_plot(invoke, tmp_path):
     assert (tmp_path / "x" / "fig.svg").read_text().startswith("<?xml")
 
 
+def test_an_experiment_without_results_keeps_no_other_from_being_drawn(invoke, tmp_path):
+    assert invoke("run", "fig2", "--smoke").exit_code == 0
+    result = invoke("plot", "fig1", "fig2", "--smoke")
+    assert result.exit_code == 2
+    assert "fig2-smoke.png" in result.stdout
+    assert "fig1: none of 1 results" in result.stderr
+
+
 @pytest.mark.parametrize("verb", ["run", "plot"])
 def test_without_an_id_the_usage_is_shown(invoke, verb):
     result = invoke(verb)

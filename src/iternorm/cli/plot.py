@@ -27,9 +27,17 @@ def plot(
     chosen = registry.get_all(experiments)
     if out is not None and len(chosen) > 1:
         raise ValueError(f"--out {out} is one file, for one experiment: {len(chosen)} are given")
+    without: list[str] = []
     with data_folder(data):
         for experiment in chosen:
-            path, state = registry.draw(experiment, results, smoke=smoke, out=out)
+            try:
+                path, state = registry.draw(experiment, results, smoke=smoke, out=out)
+            except registry.NothingFinishedError as error:
+                # Those behind it may have results.
+                without.append(str(error))
+                continue
             warn(state.unusable)
             part = f"  ({state})" if state.missing else ""
             console.print(f"Written: {path}{part}", highlight=False, soft_wrap=True, markup=False)
+    if without:
+        raise ValueError("; ".join(without))

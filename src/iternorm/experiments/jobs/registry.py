@@ -52,6 +52,10 @@ FIELDS = ("Reproduces", "Claim", "Command", "Cost", "The paper got", "Departures
 _MOST_SEEDS = 100
 
 
+class NothingFinishedError(ValueError):
+    """An experiment has no results to draw."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the user asked for.
@@ -318,13 +322,13 @@ def draw(experiment: Experiment, root: Path, *, smoke: bool = False, out: Path |
     """Draw the figure of all finished jobs, ``ROOT/ID/ID.png`` unless `out` is given.
 
     Raises:
-        ValueError: Nothing is finished.
+        NothingFinishedError: There is nothing to draw.
     """
     state = survey(experiment, root, smoke=smoke)
     if not state.finished:
         command = experiment.command + (" --smoke" if smoke else "")
         broken = f" ({'; '.join(state.unusable)})" if state.unusable else ""
-        raise ValueError(
+        raise NothingFinishedError(
             f"{experiment.id}: none of {state.total} results is in {root}{broken}: make them with `{command}`"
         )
     name = experiment.id + ("-smoke" if smoke else "")
