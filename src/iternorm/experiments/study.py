@@ -76,7 +76,7 @@ def plot_errors(results: Sequence[Result]) -> "Figure":
         runs = curves.by(results, "job")
     curves.draw(axes, runs, "epoch")
     curves.limit_errors(axes, results)
-    axes.set_ylabel("error (%)")
+    axes.set_ylabel(curves.BOTH_ERRORS)
     axes.legend(fontsize=8)
     return figure
 

@@ -14,7 +14,7 @@ from iternorm.experiments.jobs import registry
 from iternorm.experiments.jobs.findings import Verdict
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Result, result_path
-from iternorm.experiments.paper import fig3, fig4, fig6, fig7, figA1
+from iternorm.experiments.paper import fig3, fig4, fig6, fig7, fig8, figA1
 from iternorm.experiments.recipe import Recipe
 from iternorm.networks.models import build
 from iternorm.whitening import groups
@@ -322,6 +322,14 @@ def test_what_is_missing_is_shown_as_missing():
     left, right = fig7.plot(results(fig7, lambda config: {} if config["norm"] == "IterNorm T=5" else None)).axes
     assert [text.get_text() for text in left.texts] == ["not run: T=0, T=1, T=3, T=7"]
     assert [text.get_text() for text in right.texts] == ["not run: group 256, group 64, group 32, group 1"]
+
+
+@pytest.mark.parametrize("module", [*MODULES, fig8])
+def test_a_panel_with_both_errors_says_which_is_dashed(module):
+    pytest.importorskip("matplotlib")
+    for axes in module.plot([result(config) for config in module.jobs(Plan(seeds=1))]).axes:
+        styles = {line.get_linestyle() for line in axes.lines}
+        assert styles != {"-", "--"} or "dashed" in axes.get_title() + axes.get_ylabel()
 
 
 def test_a_norm_has_the_same_colour_in_every_figure():

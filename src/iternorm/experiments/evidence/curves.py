@@ -14,6 +14,9 @@ from iternorm.experiments.jobs.results import Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# The name of an axis of errors over which `draw` draws both.
+BOTH_ERRORS = "error (%): training solid, test dashed"
+
 
 def by(results: Iterable[Result], *fields: str) -> dict:
     """Results by the value of a field of their configurations, or by the tuple of several; in the order they come."""

@@ -100,6 +100,6 @@ def draw(axes: "Axes", runs: Mapping[str, Sequence[Result]], title: str, expecte
     if runs:
         curves.draw(axes, runs, "epoch")
         curves.limit_errors(axes, [run for found in runs.values() for run in found])
-        axes.set_ylabel("error (%)")
+        axes.set_ylabel(curves.BOTH_ERRORS)
         axes.legend(fontsize=8)
     curves.note_missing(axes, [name for name in expected if name not in runs])

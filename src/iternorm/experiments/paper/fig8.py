@@ -53,7 +53,7 @@ def plot(results: Sequence[Result]) -> "Figure":
         if runs:
             curves.draw(axes, runs, "epoch")
             curves.limit_errors(axes, [run for found in runs.values() for run in found])
-            axes.set_ylabel("error (%)")
+            axes.set_ylabel(curves.BOTH_ERRORS)
             axes.legend(fontsize=8)
         curves.note_missing(axes, [norm for norm in NORMS if norm not in runs])
     return figure
