@@ -196,8 +196,9 @@ def test_bytes_become_fractions_and_ids_stay(tmp_path):
     torch.testing.assert_close(batch, torch.full((4, 4), 0.2))
     (batch,) = open_batches(str(save_npy(tmp_path / "ids", np.full((4, 5), 7))), batch_size=4)
     assert batch.dtype == torch.int64
-    (batch,) = open_batches(str(save_npy(tmp_path / "doubles", np.zeros((4, 5)))), batch_size=4)
-    assert batch.dtype == torch.float32
+    for dtype in (np.float64, np.float16):
+        (batch,) = open_batches(str(save_npy(tmp_path / "numbers", np.zeros((4, 5), dtype))), batch_size=4)
+        assert batch.dtype == torch.float32
 
 
 def test_data_sets_by_name():
@@ -251,6 +252,12 @@ def test_nothing_is_unpickled(tmp_path):
     assert not target.exists()
 
 
+def cut(path):
+    """The first bytes of a file."""
+    path.write_bytes(path.read_bytes()[:5000])
+    return path
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -261,6 +268,8 @@ def test_nothing_is_unpickled(tmp_path):
         (lambda path: path, "holds no images"),
         (lambda path: (path / "cut.npz").write_bytes(b"PK\x03\x04") and path / "cut.npz", r"cut.npz cannot be read"),
         (lambda path: (path / "cut.pt").write_bytes(b"PK\x03\x04") and path / "cut.pt", r"cut.pt cannot be read"),
+        (lambda path: cut(save_pt(path / "half", np.zeros((300, 64), np.float32))), r"half.pt cannot be read"),
+        (lambda path: (path / "text.pt").write_text("x") and path / "text.pt", r"text.pt is no file of torch.save"),
         (lambda path: (path / "cut.npy").write_bytes(b"\x93NUMPY") and path / "cut.npy", r"cut.npy cannot be read"),
     ],
 )

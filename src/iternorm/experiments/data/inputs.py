@@ -203,14 +203,17 @@ def _read_tensor(path: Path) -> Tensor:
     try:
         values = _read_numpy(path) if suffix in (".npy", ".npz") else _read_torch(path)
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} holds more than plain tensors, which is not loaded: save the tensor alone") from error
-    except (ValueError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path} is no file of torch.save, or holds more than plain tensors, which is not loaded: save the tensor "
+            "alone"
+        ) from error
+    except (OSError, ValueError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if values.ndim < 2 or len(values) == 0:
         raise ValueError(f"{path} holds an array of shape {tuple(values.shape)}: examples [N, ...] are needed")
     if values.is_complex() or values.dtype == torch.bool:
         raise ValueError(f"{path} holds {values.dtype} values: numbers are needed")
-    return values.float() if values.dtype == torch.float64 else values
+    return values.float() if values.is_floating_point() else values
 
 
 def _read_torch(path: Path) -> Tensor:
