@@ -87,6 +87,12 @@ def test_configurations_that_are_none(tmp_path, config, message):
         registry.select([experiment], Plan())
 
 
+def test_a_study_without_jobs(tmp_path):
+    experiment = registry.get(str(written(tmp_path, "def jobs(plan): return []\ndef run(c, x): pass")))
+    with pytest.raises(ValueError, match=r"mine: jobs\(\) gives no configurations"):
+        registry.select([experiment], Plan())
+
+
 def test_a_worker_of_ray_that_lacks_the_file_gets_its_text(tmp_path):
     path = written(tmp_path)
     experiment = registry.get(str(path))

@@ -214,9 +214,11 @@ def select(experiments: Sequence[Experiment], plan: Plan, only: Sequence[str] = 
     """The jobs of a plan whose names contain one of the texts, or match one as a pattern; all where there is no text.
 
     Raises:
-        ValueError: A text selects nothing; the names are listed.
+        ValueError: There are no jobs, or a text selects none; the names are listed.
     """
     jobs = [(experiment, config) for experiment in experiments for config in experiment.jobs(plan)]
+    if not jobs:
+        raise ValueError(f"{', '.join(experiment.id for experiment in experiments)}: jobs() gives no configurations")
     for text in only:
         if not any(_matches(config["job"], text) for _, config in jobs):
             names = ", ".join(dict.fromkeys(config["job"] for _, config in jobs))
