@@ -87,6 +87,18 @@ def test_an_interrupt_leaves_the_checkpoint_and_no_claim(counting, tmp_path):
     assert registry.survey(counting, tmp_path).running == 0
 
 
+def test_a_run_that_changes_its_configuration_loses_no_result(counting, tmp_path):
+    def run(config, context):
+        del config["job"]
+        config["number"] += 1
+        return [{"value": config["number"]}]
+
+    counting.module.run = run
+    assert [outcome.what for outcome in swept(counting, tmp_path)] == ["ran", "ran"]
+    assert [outcome.result.rows for outcome in swept(counting, tmp_path)] == [[{"value": 2}], [{"value": 3}]]
+    assert [outcome.what for outcome in swept(counting, tmp_path)] == ["finished before"] * 2
+
+
 def test_what_a_job_notes_is_kept_with_its_result(counting, tmp_path):
     works = counting.module.run
 

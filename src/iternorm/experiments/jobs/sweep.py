@@ -4,6 +4,7 @@ Any number of processes may run at once on one results folder. Under `torchrun` 
 time: the first one claims it, decides, saves and reports, and tells the others what it decided.
 """
 
+import copy
 import functools
 import os
 import shutil
@@ -196,7 +197,8 @@ def execute(experiment: Experiment, config: Config, context: Context, threads: i
 
     with num_threads(threads):
         try:
-            made = experiment.module.run(config, replace(context, step=step))
+            # A copy: a run that changes its configuration must not change the name of its result.
+            made = experiment.module.run(copy.deepcopy(config), replace(context, step=step))
             rows = results.check_rows(made, f"run() of {experiment.path or experiment.id}")
         except BaseException:
             if context.folder.exists() and all(path.name == stopwatch_file for path in context.folder.iterdir()):
