@@ -277,6 +277,7 @@ def test_report_writes_two_files_and_the_figures(invoke, tiny, tmp_path):
         (["plot", "zebra"], "all are: fig1"),
         (["plot", "fig1"], "fig1: none of 1 results is in results: make them with `iternorm run fig1`"),
         (["plot", "fig1", "fig2", "--out", "x.png"], "one file, for one experiment"),
+        (["report", "--results", "reslts"], "--results reslts is no folder: `iternorm run` makes it"),
         (["run", "fig4", "--only", "zz"], "--only 'zz' selects no job: the names are d2, d4"),
         (["run", "fig4", "--seeds", "0"], "seeds=0 runs nothing"),
         (["run", "fig4", "--device", "tpu"], "device='tpu' is not known here"),

@@ -25,5 +25,7 @@ def report(
     from iternorm.experiments.evidence import reproduction
     from iternorm.experiments.jobs import registry
 
+    if not results.is_dir():
+        raise ValueError(f"--results {results} is no folder: `iternorm run` makes it")
     for path in reproduction.write(results, out, registry.get_all(experiments) if experiments else None):
         tell_written(path)

@@ -5,8 +5,9 @@ Reproduces: the paper's Figure 3: four layers, 100 units in a hidden one, SGD; (
 Claim: with the full batch all normalization methods improve the network significantly, full whitening (DBN) learns less
 efficiently than IterNorm and has a diminished test performance; with batches of 2 BN can hardly learn, and the network
 without normalization learns well.
-Command: iternorm run fig3 --device cuda && iternorm plot fig3
-Cost: 40 runs. Full batches take 3 minutes on a GPU, batches of 2 54 minutes on one core (--only B2 --device cpu).
+Command: iternorm run fig3 --seeds 3 --device cuda && iternorm plot fig3
+Cost: 40 runs for each seed. Full batches take 3 minutes on a GPU, batches of 2 54 minutes on one core (--only B2
+--device cpu).
 The paper got: curves without numbers.
 Departures: the paper gives no number of iterations (ours: 200 with the full batch, 30,000, one epoch, with batches of
 2), no momentum (ours: none), no eps (ours: 1e-5) and no number of runs (ours: one seed, or as many as are shown). Its

@@ -99,7 +99,7 @@ def _claim_improvement(iternorm: Seeds, baseline: Seeds, num_test: int | None) -
     evidence += f", ± {error:.1f} ({of})"
     if ours + rule.ERRORS * error >= PAPER_IMPROVEMENT:
         return Claim(text, lower, evidence)
-    # Its own error says that it is less.
+    # Its own error says that it is less, unless BN's worst seeds are not among those that finished.
     decides = min(len(iternorm.values), len(baseline.values)) >= rule.LEAST_SEEDS
-    verdict = Verdict.FAILS if decides else lower.verdict
+    verdict = Verdict.UNDECIDED if baseline.num_diverged else Verdict.FAILS if decides else lower.verdict
     return Claim(text, Finding(verdict, False if verdict is Verdict.ONE_SEED else None), evidence)
