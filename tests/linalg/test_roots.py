@@ -111,6 +111,32 @@ def test_gradients_are_exact_and_differentiable(method, p):
     assert torch.autograd.gradgradcheck(root, (A[:1].detach().requires_grad_(),))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("p", [2, 8])
+def test_second_derivatives_keep_their_digits(method, p, dtype):
+    A = with_condition(5, 4)
+    weights, direction = (matrix + matrix.mT for matrix in torch.randn(2, 4, 4, dtype=torch.float64))
+
+    def by_eigh(matrix):
+        eigenvalues, vectors = torch.linalg.eigh(matrix)
+        return (vectors * eigenvalues.pow(-1 / p)) @ vectors.mT
+
+    def second(root, dtype):
+        matrix = A.to(dtype).requires_grad_()
+        (grad,) = torch.autograd.grad((root(matrix) * weights.to(dtype)).sum(), matrix, create_graph=True)
+        return torch.autograd.grad((grad * direction.to(dtype)).sum(), matrix)[0]
+
+    def loss(matrix):
+        return (inverse_root(matrix, p, method=method) * weights.to(dtype)).sum()
+
+    expected = second(by_eigh, torch.float64)
+    tolerance = 100 * torch.finfo(dtype).eps
+    assert relative_error(second(lambda matrix: inverse_root(matrix, p, method=method), dtype), expected) < tolerance
+    transformed = torch.func.jvp(torch.func.grad(loss), (A.to(dtype),), (direction.to(dtype),))[1]
+    assert relative_error(transformed, expected) < tolerance
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_gradient_does_not_see_the_scale_or_equal_eigenvalues(method):
     A = (

@@ -146,8 +146,8 @@ def _damping(eps: Any, matrices: Tensor) -> Tensor | float | None:
 
 def _root(batch: Tensor, p: int, method: str) -> Tensor:
     if modes.is_transformed():
-        # Operators that torch differentiates itself, in any mode.
-        return _iterated(batch, p, "minimax" if method == "eigh" else method)
+        # Operators that torch differentiates itself, in any mode and as often as it is asked to.
+        return _iterated(batch, p, "newton")
     return _Root.apply(batch, p, method)  # pyright: ignore[reportReturnType]
 
 
@@ -173,10 +173,13 @@ class _Root(torch.autograd.Function):
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         batch, *eigenpairs = ctx.saved_tensors
         grad = _symmetric(grad)
-        if eigenpairs and not modes.wants_graph(grad):
+        wants_graph = modes.wants_graph(grad)
+        if eigenpairs and not wants_graph:
             return _eigh_backward(grad, eigenpairs[0], eigenpairs[1], ctx.p), None, None
         normalized, scale = _normalized(_symmetric(batch) if ctx.method == _IN_KERNELS else batch)
-        steps, damping = _schedule(batch.dtype, ctx.p, "minimax" if eigenpairs else ctx.method)
+        # Minimax steps bound the error of the root, not that of its derivatives: a second derivative keeps half of the
+        # digits. The error of a Newton step vanishes at 1 together with its slope.
+        steps, damping = _schedule(batch.dtype, ctx.p, "newton" if wants_graph else ctx.method)
         with no_autocast(batch):
             result = iteration.derivative(normalized, grad, steps, ctx.p, damping)
         return result * scale.pow(-1 / ctx.p - 1), None, None
