@@ -188,6 +188,13 @@ def everything(rank: int, size: int) -> dict:
     layer = iternorm.SyncIterNorm(10, group_size=4, dtype=case.dtype)
     iternorm.recalibrate(layer, [x for x, _ in own(case, rank)], progress=False)
     results["recalibrated"] = layer.state_dict()
+    # No batch reaches the last layer. SyncBatchNorm itself runs on GPUs only.
+    reached, inputs = nn.SyncBatchNorm(10, dtype=case.dtype), [x for x, _ in own(case, rank)]
+    mixed = nn.ModuleList([reached, iternorm.SyncIterNorm(10)])
+    with warnings.catch_warnings(record=True) as caught, mock.patch.object(nn.SyncBatchNorm, "forward", lambda _, x: x):
+        warnings.simplefilter("always")
+        iternorm.recalibrate(mixed, inputs, forward=lambda _, x: reached(x), progress=False)
+    results["recalibrated, mixed"] = reached.state_dict(), [str(warning.message) for warning in caught]
 
     # torch 2.6 shards on GPUs only.
     if hasattr(torch.cpu.Stream, "record_event"):

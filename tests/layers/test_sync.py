@@ -104,6 +104,15 @@ def test_recalibration_merges_what_the_ranks_saw(ranks):
             torch.testing.assert_close(rank["recalibrated"][name], value, rtol=1e-10, atol=1e-10)
 
 
+def test_recalibration_merges_batchnorm_too_and_warns_of_what_no_rank_reached(ranks):
+    layer = torch.nn.BatchNorm2d(10, dtype=torch.float64)
+    iternorm.recalibrate(layer, [x for x, _ in sync_ranks.batches(CASES["ragged groups"])], progress=False)
+    for rank in ranks:
+        state, messages = rank["recalibrated, mixed"]
+        torch.testing.assert_close(state, layer.state_dict(), rtol=1e-10, atol=1e-10)
+        assert messages == ["no batch reached these layers, which keep their statistics: 1"]
+
+
 def test_a_dead_or_silent_rank_is_an_error_within_the_timeout(tmp_path):
     with running("broken", tmp_path) as processes:
         output, _ = processes[0].communicate(timeout=120)

@@ -100,7 +100,7 @@ def test_batches_of_other_kinds():
             self.norm = IterNorm1d(3)
 
         def forward(self, *, pixels):
-            return self.norm(pixels)
+            return self.norm(input=pixels)
 
     model = Model()
     x = torch.randn(8, 3)

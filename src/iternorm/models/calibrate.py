@@ -26,9 +26,9 @@ class _Moments:
         self.state: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()
-    def update(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def update(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """A forward hook: the layer itself has checked its input."""
-        x = args[0]
+        x = args[0] if args else kwargs["input"]
         if x.numel() == 0:
             return
         mean, covariance = torch_verbs.moments(x.detach(), _group_size(layer))
@@ -57,10 +57,9 @@ def recalibrate(
     mean is that mean, the running whitening is the solver's result on that covariance (the running covariance is the
     covariance itself, BatchNorm's running variance the unbiased variance), and the counter is the number of batches.
 
-    Under an initialized process group, SyncIterNorm layers merge what their ranks saw; every rank must run the pass,
-    with as many batches. Frozen layers, and those that
-    keep no running statistics, are left alone. The modes of all modules are restored, and when the pass fails nothing
-    is changed.
+    Under an initialized process group, synchronized layers, SyncBatchNorm among them, merge what their ranks saw; every
+    rank must run the pass, with as many batches. Frozen layers, and those that keep no running statistics, are left
+    alone. The modes of all modules are restored, and when the pass fails nothing is changed.
 
     Args:
         model: any module.
@@ -88,7 +87,7 @@ def recalibrate(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_batch_statistics(model, layers.values()))
         for name, layer in layers.items():
-            stack.callback(layer.register_forward_hook(moments[name].update).remove)
+            stack.callback(layer.register_forward_hook(moments[name].update, with_kwargs=True).remove)
         for batch in _tracked(batches, progress):
             run(model, batch)
             num_batches += 1
@@ -147,7 +146,7 @@ def _write(layers: dict[str, Any], moments: dict[str, _Moments], num_batches: in
     for name, layer in layers.items():
         state = moments[name].state
         group = collective.active_group(layer.process_group) if hasattr(layer, "process_group") else None
-        if group is not None and isinstance(layer, WhiteningNorm):
+        if group is not None:
             state = _over_ranks(layer, state, group)
         if state is None:
             unseen.append(name or "the model itself")
@@ -173,10 +172,13 @@ def _write(layers: dict[str, Any], moments: dict[str, _Moments], num_batches: in
 
 
 def _over_ranks(layer: Any, state: tuple[Tensor, Tensor, Tensor] | None, group: collective.Group) -> Any:
-    """What all ranks saw together; a rank that saw nothing takes part."""
+    """What all ranks saw together, None if that is nothing; a rank that saw nothing takes part."""
     if state is None:
         mean = layer.running_mean.new_zeros(layer.num_features, dtype=torch.float64)
-        state = mean.new_zeros(()), mean, layer.running_matrix.double() * 0
+        size = _group_size(layer)
+        state = mean.new_zeros(()), mean, mean.new_zeros(groups.num_groups(len(mean), size), size, size)
+    if not bool(collective.sum_over_ranks(state[0].reshape(1), group)):
+        return None
     return collective.global_moments(int(state[0]), state[1], state[2], group)
 
 
