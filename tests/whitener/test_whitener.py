@@ -267,6 +267,28 @@ def test_constant_features_are_refused(solver, value):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_constant_feature_is_refused_by_cholesky(dtype):
+    """Rounding gives it a variance, which is not to be scaled to 1."""
+    x = data(dtype=dtype)
+    x[:, 2] = 7.3
+    with pytest.raises(ValueError, match="full rank, 7, and feature 2 is constant"):
+        Whitener("cholesky").fit(x)
+    streamed = Whitener("cholesky")
+    for batch in x.split(130):
+        streamed.partial_fit(batch)
+    with pytest.raises(ValueError, match="feature 2 is constant"):
+        streamed.transform(x)
+    Whitener("cholesky", eps=1e-3).fit(x)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_few_steps_of_half_precision_are_not_constant(solver, dtype):
+    x = (torch.randn(500, 3) + 50).to(dtype)
+    assert Whitener(solver).fit(x).n_components_ == 3
+
+
 def test_dependent_features_are_refused_by_cholesky():
     x = data()
     x = torch.cat([x, x[:, :1] - x[:, 1:2]], 1)

@@ -45,9 +45,11 @@ def solve(moments: Moments, options: Options) -> Matrices:
     asked = size if options.n_components is None else options.n_components
     if asked > size:
         raise ValueError(f"n_components={asked} is more than the {size} features of the data; ask for {size} at most")
-    # The rounding of a mean is all the variance that a constant feature has.
-    rounding = _MEAN_ROUNDINGS * moments.resolution * moments.mean
-    if not (options.eps or options.shrinkage) and bool((moments.covariance.diagonal() <= rounding.square()).all()):
+    # The rounding of a mean is all the variance that a constant feature has. Half precision is computed in fp32.
+    resolution = min(moments.resolution, torch.finfo(torch.float32).eps)
+    is_constant = moments.covariance.diagonal() <= (_MEAN_ROUNDINGS * resolution * moments.mean).square()
+    regularizes = bool(options.eps or options.shrinkage)
+    if not regularizes and bool(is_constant.all()):
         raise ValueError("every feature is constant: there is no variance to whiten; give eps or shrinkage")
     covariance = moments.covariance * (count / (count - options.correction))
     if options.solver in ("zca", "pca"):
@@ -61,8 +63,11 @@ def solve(moments: Moments, options: Options) -> Matrices:
     # A pivot is what a feature has left once the features before it are known.
     pivots = whitening.diagonal().pow(-2)
     threshold = _threshold(moments, options) * regularized.diagonal()
-    if not bool((pivots > threshold).all()):
+    is_full = pivots > threshold
+    if not bool((is_full if regularizes else is_full & ~is_constant).all()):
         reason = f"only {count} samples were seen" if count <= size else "some features depend on others"
+        if bool(is_constant.any()):
+            reason = f"feature {int(is_constant.nonzero()[0])} is constant"
         raise ValueError(
             f'solver="cholesky" needs a covariance of full rank, {size}, and {reason}; give eps or shrinkage, or use '
             '"zca" or "pca", which drop empty directions'
