@@ -56,12 +56,12 @@ def test_a_clone_has_the_parameters_and_no_fit():
     assert not copy.__sklearn_is_fitted__()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "longdouble"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", ">f4", "float64", ">f8", "int64", "longdouble"])
 def test_arrays_of_any_number(dtype):
     x = digits()[0].astype(dtype)
     x.setflags(write=False)
     y = Whitener("pca", n_components=5).fit_transform(x)
-    assert y.dtype == (dtype if dtype in ("float16", "float32") else "float64")
+    assert y.dtype == {"float16": "float16", "float32": "float32", ">f4": "float32"}.get(dtype, "float64")
     assert Whitener("pca", n_components=5).fit(x[::-1]).transform(x[:3].tolist()).shape == (3, 5)
 
 
@@ -100,3 +100,13 @@ def test_sparse_and_complex_data_are_refused():
     whitener = Whitener().fit(torch.randn(20, 3).double())
     with pytest.raises(ValueError, match="contains NaN"):
         whitener.transform(np.full((2, 3), np.nan))
+
+
+def test_parameters_of_a_grid_search_can_be_saved(tmp_path):
+    pytest.importorskip("safetensors")
+    x = digits()[0]
+    whitener = Whitener("pca", n_components=np.int64(5), eps=np.float32(0.5)).fit(x)
+    whitener.save(tmp_path / "whitener.safetensors")
+    loaded = Whitener.load(tmp_path / "whitener.safetensors")
+    assert loaded.get_params() == whitener.get_params()
+    np.testing.assert_array_equal(loaded.transform(x), whitener.transform(x))

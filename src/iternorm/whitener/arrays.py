@@ -41,6 +41,8 @@ def _from_array(data: Any) -> Tensor:
         raise ValueError("Complex data not supported: X has complex numbers; give their real and imaginary parts")
     if array.dtype.kind != "f" or array.dtype.itemsize > 8:
         array = array.astype(np.float64)
+    elif not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     with warnings.catch_warnings():
         # Memory that cannot be written to is not written to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)

@@ -237,7 +237,9 @@ class Whitener(Estimator):
         """Write parameters and moments to one safetensors file."""
         from safetensors.torch import save_file
 
-        save_file(self.state_dict(), path, metadata={"iternorm.Whitener": json.dumps(self.get_params())})
+        # Numpy's numbers, which a grid search sets, become Python's.
+        parameters = self.get_params() | options.check(self.get_params())._asdict()
+        save_file(self.state_dict(), path, metadata={"iternorm.Whitener": json.dumps(parameters)})
 
     @classmethod
     def load(cls: type[Self], path: Any, device: str = "cpu") -> Self:
