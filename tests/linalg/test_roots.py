@@ -111,6 +111,15 @@ def test_gradients_are_exact_and_differentiable(method, p):
     assert torch.autograd.gradgradcheck(root, (A[:1].detach().requires_grad_(),))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_backward_under_autocast_is_the_same(method):
+    A = with_condition(20, 4, 2, dtype=torch.float32).requires_grad_()
+    (expected,) = torch.autograd.grad(inverse_root(A, method=method).sum(), A)
+    with torch.autocast("cpu", torch.bfloat16):
+        (grad,) = torch.autograd.grad(inverse_root(A, method=method).sum(), A)
+    torch.testing.assert_close(grad, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("p", [2, 8])

@@ -175,7 +175,8 @@ class _Root(torch.autograd.Function):
         grad = _symmetric(grad)
         wants_graph = modes.wants_graph(grad)
         if eigenpairs and not wants_graph:
-            return _eigh_backward(grad, eigenpairs[0], eigenpairs[1], ctx.p), None, None
+            with no_autocast(batch):
+                return _eigh_backward(grad, eigenpairs[0], eigenpairs[1], ctx.p), None, None
         normalized, scale = _normalized(_symmetric(batch) if ctx.method == _IN_KERNELS else batch)
         # Minimax steps bound the error of the root, not that of its derivatives: a second derivative keeps half of the
         # digits. The error of a Newton step vanishes at 1 together with its slope.
