@@ -150,6 +150,24 @@ def test_half_precision_is_computed_in_single(dtype):
     torch.testing.assert_close(y, expected.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
 
 
+def test_autocast_does_not_reach_it():
+    x = data(dtype=torch.float32)
+    whitener = Whitener().fit(x)
+    y = whitener.transform(x)
+    back = whitener.inverse_transform(y)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(whitener.transform(x), y, rtol=0, atol=0)
+        torch.testing.assert_close(whitener.inverse_transform(y), back, rtol=0, atol=0)
+
+
+def test_moments_move_and_stay_in_double_precision():
+    x = data(dtype=torch.float32)
+    whitener = Whitener().fit(x)
+    with pytest.raises(TypeError, match="dtype"):
+        whitener.to(torch.float32)  # pyright: ignore[reportArgumentType]
+    assert whitener.to("cpu").partial_fit(x).mean_.dtype == torch.float64
+
+
 def test_gradients_reach_the_input_and_not_the_fit():
     x = data(20, 3).requires_grad_()
     whitener = Whitener().fit(x)

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 from iternorm.backends.torch.verbs import compute_dtype
 from iternorm.whitener import arrays, matrices, moments, options
 from iternorm.whitener.conventions import Estimator, not_fitted
+from iternorm.whitening.operators import no_autocast
 
 Self = TypeVar("Self", bound="Whitener")
 
@@ -204,7 +205,7 @@ class Whitener(Estimator):
 
     def to(self: Self, device: torch.device | str) -> Self:
         """Move the fitted moments; batches on any device can be fitted and transformed wherever they are."""
-        self._moments, self._matrices = self._fitted().to(device), None
+        self._moments, self._matrices = self._fitted().to(torch.device(device)), None
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -306,7 +307,8 @@ def _result(samples: Tensor, matrix: Tensor, before: Tensor | None, after: Tenso
         # In two parts: the first difference is exact where x is near the mean, and the second is the mean's rounding.
         high = before.to(device, dtype)
         x = x - high - (before.to(device) - high).to(dtype)
-    y = linear(x, matrix.to(device, dtype))
+    with no_autocast(x):
+        y = linear(x, matrix.to(device, dtype))
     if after is not None:
         y = y + after.to(device, dtype)
     y = y.to(samples.dtype)
