@@ -32,7 +32,8 @@ def inverse_root(
     """(A + eps I)^(-1/p) of symmetric positive definite matrices ``[..., d, d]``, each at its own scale.
 
     A matrix without full rank is damped: give `eps`. Without it, eigenvalues below the rounding of the matrix count as
-    about that large, so that the root is finite, and in those directions large and arbitrary.
+    about that large, so that the root is finite, and in those directions large and arbitrary. "eigh" treats eigenvalues
+    below 1.1e-19 in fp32 (1.5e-154 in fp64) likewise, of whatever matrix: scale smaller ones up.
 
     In fp32 the iterations leave the roots of the smallest eigenvalues too small where condition numbers are large: by
     0.8 % at 7e5 and p = 2 (math.md, Eq. 31). That is less than the rounding of "eigh" for random matrices.
