@@ -120,6 +120,18 @@ def test_a_mean_of_a_thousand_deviations_costs_no_more_than_rounding_the_input(l
     assert relative_error(y, reference.iter_norm(x.double(), group_size=8)) < 1e-4
 
 
+def test_the_gradient_of_deviations_near_the_end_of_the_range():
+    # The trace times the samples is beyond it.
+    x = 2.0**58 * correlated(8, 16, 6, 6, dtype=torch.float32)
+    layer, grad = layer_for(x.shape, group_size=16, num_iters=3, affine=False), torch.randn_like(x)
+    values, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    layer(values).backward(grad)
+    reference.iter_norm(exact, group_size=16, num_iters=3).backward(grad.double())
+    assert values.grad is not None
+    assert exact.grad is not None
+    assert relative_error(2.0**58 * values.grad, 2.0**58 * exact.grad) < 2e-6
+
+
 # 24 multiprocessors: enough programs that each block of a wide group is shared by four. 6: two programs of a group,
 # both with several of its seven tiles, the last of which is not full.
 @pytest.mark.parametrize(

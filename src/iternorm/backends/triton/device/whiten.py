@@ -246,7 +246,8 @@ def whiten_backward(
     gradient = 0.5 * (cross + transposed)
     kept_ptr = iterates_ptr + group * NEWTON.STRIDE
     second_matrix = differentiate(gradient, covariance, trace, through_trace, identity, kept_ptr, BD, NEWTON)
-    second_matrix *= 2.0 / (trace * M)
+    # One after the other: the product of the trace and the samples may be infinite.
+    second_matrix = (2.0 / M) * second_matrix * (1.0 / trace)
     # Row i of Aᵀ: column i of W, scaled by γ of the output channel.
     first_matrix = tl.load(whitening_ptr + j * ROW + column_of(i, TILE.SHARED), mask=inside, other=0.0)
     if FOLDED:
