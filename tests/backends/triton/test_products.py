@@ -53,25 +53,40 @@ def _scaled(x_ptr, scale_ptr, LARGEST: tl.constexpr):
     tl.store(scale_ptr, newton.power_of_two(x, LARGEST, 0))
 
 
-@pytest.mark.parametrize("size", [1e-36, 1e-20, 0.7, 1.0, 65504.0, 1e30])
-@pytest.mark.parametrize("largest", [1.0, 2.0**-9])
+@pytest.mark.parametrize("size", [1e-33, 1e-20, 0.7, 1.0, 65504.0, 1e30])
+@pytest.mark.parametrize("largest", [2.0**14, 1.0, 2.0**-9])
 def test_a_gradient_is_scaled_by_a_power_of_two(size, largest):
     x, scale = torch.rand(16, 16), torch.empty(1)
     x[3, 5] = -1.0
     x *= size
     _scaled[(1,)](x, scale, LARGEST=largest)
     assert math.frexp(scale.item())[0] == 0.5
-    assert largest / 2 <= (x.abs().max().double() * scale.double()).item() < largest
+    assert largest / 2 <= (x.double().abs().sum(1).max() * scale.double()).item() < largest
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-42, 1e-36])
+def test_a_tiny_gradient_is_scaled_by_a_finite_number(size):
+    scale = torch.empty(1)
+    _scaled[(1,)](torch.full((16, 16), size), scale, LARGEST=tl.constexpr(2.0**14))
+    assert scale.isfinite().all()
+    assert (1 / scale).isfinite().all()
 
 
 def test_float16_holds_the_gradients_on_their_way():
     # Past these steps another format is taken. The worst case: all the gradient where the covariance is next to zero.
     for num_iters in range(2, 13):
         assert precision.newton_split(2, False, num_iters) == 1
-        for size in (64, 100, 1024):
+        raised = precision.newton_raised(num_iters)
+        for size in (1, 100, 1024):
             largest = precision.newton_range(num_iters, size)
-            assert size * largest * 3.375 ** (num_iters - 2) <= 2**15
             assert math.log2(largest).is_integer()
+            iterate, d_residual, d_iterate = 1.5, size * largest, 0.5 * size * largest
+            for _ in range(1, num_iters):
+                taken = [raised * iterate, 1.5 * d_residual, d_iterate]
+                d_residual *= 2.25
+                assert max(*taken, d_residual) <= 2**15
+                d_iterate = 1.5 * d_iterate + 0.5 * iterate * d_residual
+                iterate *= 1.5
     assert (
         precision.newton_split(2, False, 13)
         == precision.newton_split(3, False, 8)

@@ -79,6 +79,27 @@ def test_a_small_gradient_beside_a_large_one_is_as_exact(split, tolerance, monke
         assert relative_error(actual, expected) < tolerance
 
 
+@pytest.mark.parametrize("group_size", [4, 16])
+@pytest.mark.parametrize(
+    ("split", "size", "tolerance"), [(NewtonSplit.TWO_HALVES, 1e-4, 2e-6), (NewtonSplit.ONE_HALF, 1e-6, 2e-3)]
+)
+def test_a_small_channel_beside_a_large_one_is_as_exact(split, size, tolerance, group_size, monkeypatch):
+    monkeypatch.setattr(plan, "newton_split", lambda *asked: split)
+    monkeypatch.setattr(plan, "_plans", {})
+    x, grad = correlated(6, 16, 5, 5, dtype=torch.float32), torch.randn(6, 16, 5, 5)
+    x[:, ::2] *= size
+    layer = layer_for(x.shape, group_size=group_size, affine=False)
+    values, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    y, expected = layer(values), reference.iter_norm(exact, group_size=group_size)
+    y.backward(grad)
+    expected.backward(grad.double())
+    assert values.grad is not None
+    assert exact.grad is not None
+    for actual, wanted in ((y, expected), (values.grad, exact.grad)):
+        channels = zip(actual.split(1, 1), wanted.split(1, 1), strict=True)
+        assert all(relative_error(found, right) < tolerance for found, right in channels)
+
+
 def test_which_groups_share_tiles():
     def tiles(channels, group_size, num_iters=5, **options):
         x = torch.empty(4, channels, 5, 5)

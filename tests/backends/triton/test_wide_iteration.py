@@ -77,6 +77,13 @@ def test_each_group_has_its_own_scale(in_half, poisoned_memory):
     assert worst(relative_error(a, b) for a, b in zip(found[1], expected[1], strict=True)) < 3e-4
 
 
+def test_a_small_channel_beside_a_large_one_is_as_exact(in_half, poisoned_memory):
+    size = torch.ones(20, dtype=torch.float64).index_fill(0, torch.arange(0, 20, 2), 1e-6)
+    found, expected = solved(covariances(1, 20) * size * size[:, None], torch.randn(1, 20, 20).double(), 3)
+    # What small channels take of the large ones.
+    assert relative_error(found[0][0, ::2, 1::2], expected[0][0, ::2, 1::2]) < 3e-4
+
+
 def test_a_gradient_of_zeros_is_zero(in_half):
     found, _ = solved(covariances(1, 20), torch.zeros(1, 20, 20, dtype=torch.float64), 3)
     assert not found[1].any()

@@ -16,7 +16,14 @@ from iternorm.backends.triton import tiling
 from iternorm.backends.triton.device.iteration.iterate import iterate, iterate_backward, wide_weight_gradient
 from iternorm.backends.triton.device.iteration.steps import Matrices
 from iternorm.backends.triton.device.running import Average, blend
-from iternorm.backends.triton.precision import HALF, is_watched, matrix_precision, newton_range, split_for
+from iternorm.backends.triton.precision import (
+    HALF,
+    is_watched,
+    matrix_precision,
+    newton_raised,
+    newton_range,
+    split_for,
+)
 from iternorm.backends.triton.runtime import Launch, Launches, given_to, on_device
 
 Call = tuple[str, tuple]
@@ -89,6 +96,7 @@ class Iteration:
             HALF=precision == HALF and num_iters > 1,
             JOINED=blocks.joined and precision == HALF and num_iters > 1,
             PRECISION="ieee" if precision == HALF else precision,
+            RAISED=newton_raised(num_iters) if precision == HALF else 1.0,
         )
 
     @property

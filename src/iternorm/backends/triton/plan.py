@@ -32,6 +32,7 @@ from iternorm.backends.triton.precision import (
     is_watched,
     jitter,
     matrix_precision,
+    newton_raised,
     newton_range,
     newton_split,
     split_for,
@@ -336,8 +337,7 @@ class Plan:
         dtype, weight, fp32 = self.key.dtype, self.key.weight, torch.float32
         activations = (dtype, dtype, dtype if self.masks else None, dtype)
         pointers = (*activations, *(fp32,) * 4, self.kept, fp32, weight, None if weight is None else fp32)
-        in_half = self.newton_split in (NewtonSplit.ONE_HALF, NewtonSplit.TWO_HALVES)
-        largest = newton_range(self.key.num_iters) if in_half else 1.0
+        largest = newton_range(self.key.num_iters) if self.newton_split.in_half else 1.0
         # Of matrices on their way: as many as leave room for the programs of a multiprocessor.
         stages = 3 if self.newton_split <= (2 if self._tiles("whiten_backward").per_sm == 1 else 1) else 2
         newton = self._newton._replace(LARGEST=largest, STAGES=stages)
@@ -376,6 +376,7 @@ class Plan:
             STRIDE=slots_of(key.num_iters) * self.layout.padded**2 * max(self.newton_split, 1),
             JITTER=jitter(key.split) if key.exact else 0.0,
             SHARED=self.layout.shared,
+            RAISED=newton_raised(key.num_iters) if self.newton_split.in_half else 1.0,
         )
 
     @property

@@ -37,6 +37,11 @@ class NewtonSplit(enum.IntEnum):
     THREE_BFLOAT16 = 3
 
     @property
+    def in_half(self) -> bool:
+        """Whether the parts are float16, whose range is small."""
+        return self in (NewtonSplit.ONE_HALF, NewtonSplit.TWO_HALVES)
+
+    @property
     def dtype(self) -> torch.dtype:
         """What the iteration's matrices are kept in."""
         if self is NewtonSplit.INTERPRETED:
@@ -81,13 +86,23 @@ def newton_split(split: int, exact: bool, num_iters: int) -> NewtonSplit:
     return NewtonSplit.TWO_HALVES if split == Split.THREE_PARTS else NewtonSplit.ONE_HALF
 
 
-def newton_range(num_iters: int, size: int = 64) -> float:
-    """What the largest entry of a gradient is scaled to before the iteration's backward: a power of two.
+def newton_range(num_iters: int, size: int = 1) -> float:
+    """What the largest sum of a row's magnitudes is scaled to before the iteration's backward: a power of two.
 
-    A step multiplies the spectral norm by at most 27/8, and that of `size` rows is at most so many times the largest
-    entry. The result shall not reach 2^15.
+    It bounds the spectral norm. Where the largest entry is scaled to the result instead, `size` times that does. In the
+    steps before the last dR grows by 9/4 each, and dZ by 27/8 from the second on. Neither shall exceed 2^15.
     """
-    return min(1.0, 2.0 ** math.floor(15 - math.log2(size) - (num_iters - 2) * math.log2(3.375)))
+    growth = max((num_iters - 1) * math.log2(2.25), (num_iters - 2) * math.log2(3.375))
+    return 2.0 ** math.floor(15 - math.log2(size) - growth)
+
+
+def newton_raised(num_iters: int) -> float:
+    """What R, S and Z are multiplied by in float16, a power of two.
+
+    Where a channel is a thousandth of another, so are their entries for both, and float16 would drop much of what is
+    near 2^-24, its smallest number. R and S are at most 5/4, and the Z of the last product 1.5^(T-1).
+    """
+    return 2.0 ** math.floor(15 - max(num_iters - 1, 1) * math.log2(1.5))
 
 
 def jitter(split: int) -> float:

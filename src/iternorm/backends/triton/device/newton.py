@@ -37,7 +37,8 @@ class Newton(NamedTuple):
     STRIDE: int  # from a group's kept matrices to the next one's
     JITTER: float  # added to the variances, relative to each, see `precision.jitter`
     SHARED: int = 0  # channels of each group where several share the tile
-    LARGEST: float = 1.0  # what the backward scales the largest entry of a gradient to, see `precision.newton_range`
+    RAISED: float = 1.0  # what products take R, S and Z times, a power of two, see `precision.newton_raised`
+    LARGEST: float = 1.0  # what the backward scales the rows of a gradient to, see `precision.newton_range`
     STAGES: int = 1  # of the backward's loop, which loads what the forward kept
 
 
@@ -129,12 +130,12 @@ def kept_matrix(ptr, slot, tile, BD: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def power_of_two(a, largest: tl.constexpr, SHARED: tl.constexpr):
-    """The power of two that brings the largest entry of a matrix to between half of `largest` and it.
+    """The power of two that brings the largest sum of a row's magnitudes to between half of `largest` and it.
 
     Of groups that share the tile ``[BD, 1]``, for each row that of its group: float16 would not hold the gradients of
     one that are a millionth of another's.
     """
-    rows = tl.max(tl.abs(a), 1)
+    rows = tl.sum(tl.abs(a), 1)
     if SHARED > 0:
         i = tl.arange(0, a.shape[0])[:, None]
         j = tl.arange(0, a.shape[0])[None, :]
@@ -146,8 +147,9 @@ def power_of_two(a, largest: tl.constexpr, SHARED: tl.constexpr):
 
 @triton.jit
 def power_for(level, largest: tl.constexpr):
-    """The power of two that brings a positive number to between half of `largest` and it."""
-    bits = level.to(tl.int32, bitcast=True) & 0x7F800000
+    """The power of two that brings a positive number to between half of `largest` and it, or below if it is tiny."""
+    # With 2^14 for the largest, what a number below 2^-113 asks for would be infinite.
+    bits = tl.maximum(level.to(tl.int32, bitcast=True) & 0x7F800000, 0x07000000)
     return (0x7F000000 - bits).to(tl.float32, bitcast=True) * (0.5 * largest)
 
 
@@ -168,6 +170,7 @@ def iterate(
     """
     T: tl.constexpr = NEWTON.T
     PARTS: tl.constexpr = NEWTON.PARTS
+    UP: tl.constexpr = NEWTON.RAISED
     tile = tl.arange(0, BD)[:, None] * BD + tl.arange(0, BD)[None, :]
     z = identity
     if T > 0:
@@ -175,20 +178,22 @@ def iterate(
     if T == 1:
         z = 1.5 * z - 0.5 * residual
     if T > 1:
-        # Z is scale times z: z <- z - 1/3 z R is a product and its accumulator.
-        scale, factor = 1.5, 1.5
+        # Z is scale times z: z <- z - 1/3 z R is a product and its accumulator. R and z are raised twice there.
+        scale, factor = 1.5 / UP, 1.5
+        residual *= UP * UP
+        z *= UP * UP
         if NEWTON.WATCHED:
             level = total(residual * identity)
-        z1, z2, z3 = split(z * (-1.0 / 3.0), PARTS)
+        z1, z2, z3 = split(z * (-1.0 / 3.0 / UP), PARTS)
         for k in range(1, T):
-            r1, r2, r3 = split(residual, PARTS)
+            r1, r2, r3 = split(residual * (1.0 / UP), PARTS)
             square, z = stacked_product(r1, r2, r3, z1, z2, z3, r1, r2, r3, -6.0 * residual, z, PARTS)
-            s1, s2, s3 = split(0.25 * square, PARTS)
+            s1, s2, s3 = split((0.25 / UP) * square, PARTS)
             if keeps:
                 keep_matrix(kept_ptr, k - 1, tile, r1, r2, r3, BD, PARTS)
                 k1, k2, k3 = split(scale * z, PARTS)
                 keep_matrix(kept_ptr, T + k - 1, tile, k1, k2, k3, BD, PARTS)
-            z1, z2, z3 = split(z * (-1.0 / 3.0), PARTS)
+            z1, z2, z3 = split(z * (-1.0 / 3.0 / UP), PARTS)
             residual = added_product(s1, s2, s3, r1, r2, r3, 2.25 * residual, PARTS)
             if NEWTON.WATCHED:
                 before, level = level, total(residual * identity)
@@ -196,10 +201,10 @@ def iterate(
                 residual = tl.where(stopped, 0.0, residual)
                 factor = tl.where(stopped, 1.0, 1.5)
             scale *= factor
-        r1, r2, r3 = split(residual, PARTS)
+        r1, r2, r3 = split(residual * (1.0 / UP), PARTS)
         if keeps:
             keep_matrix(kept_ptr, T - 1, tile, r1, r2, r3, BD, PARTS)
-        z = scale * added_product(z1, z2, z3, r1, r2, r3, z, PARTS)
+        z = (scale / UP) * added_product(z1, z2, z3, r1, r2, r3, z, PARTS)
     return z
 
 
@@ -221,6 +226,7 @@ def differentiate(
     """
     T: tl.constexpr = NEWTON.T
     PARTS: tl.constexpr = NEWTON.PARTS
+    DOWN: tl.constexpr = 1.0 / NEWTON.RAISED
     tile = tl.arange(0, BD)[:, None] * BD + tl.arange(0, BD)[None, :]
     if T == 0:
         d_iterate = tl.zeros([BD, BD], dtype=tl.float32)
@@ -236,16 +242,16 @@ def differentiate(
             n1, n2, n3 = kept_matrix(kept_ptr, k, tile, BD, PARTS)
             z1, z2, z3 = kept_matrix(kept_ptr, T + k - 1, tile, BD, PARTS)
             d1, d2, d3 = split(d_residual, PARTS)
-            shared = product(d1, d2, d3, r1, r2, r3, PARTS)
+            shared = DOWN * product(d1, d2, d3, r1, r2, r3, PARTS)
             half = 1.5 * d_residual - shared - 0.5 * transposed(shared, PARTS)
             s1, s2, s3 = split(half, PARTS)
-            half = 0.75 * half - 0.25 * product(s1, s2, s3, r1, r2, r3, PARTS)
+            half = 0.75 * half - (0.25 * DOWN) * product(s1, s2, s3, r1, r2, r3, PARTS)
             d_residual = half + transposed(half, PARTS)
             d1, d2, d3 = split(d_residual, PARTS)
             e1, e2, e3 = split(d_iterate, PARTS)
             mixed = product(e1, e2, e3, n1, n2, n3, PARTS)
             mixed = dot_of_parts(z1, z2, z3, d1, d2, d3, mixed, PARTS)
-            following = 1.5 * d_iterate - 0.5 * mixed
+            following = 1.5 * d_iterate - (0.5 * DOWN) * mixed
             if NEWTON.WATCHED:
                 following = tl.where(total(n1.to(tl.float32) * identity) < 0.5, d_iterate, following)
             d_iterate = following

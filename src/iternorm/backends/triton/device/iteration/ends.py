@@ -83,8 +83,8 @@ def start(
         )  # fmt: skip
         iterate = 1.5 * identity - 0.5 * residual
     if MATRICES.STEPS > 1:
-        store_symmetric(residual_ptr + matrix, rows, columns, residual, MATRICES)
-        store_symmetric(out_ptr + matrix, rows, columns, iterate, MATRICES)
+        store_symmetric(residual_ptr + matrix, rows, columns, MATRICES.RAISED * residual, MATRICES)
+        store_symmetric(out_ptr + matrix, rows, columns, MATRICES.RAISED * iterate, MATRICES)
         if MATRICES.HALF:
             store_matrix(exact_ptr + matrix, rows, columns, residual, MATRICES)
             store_matrix(exact_ptr + STRIDE + matrix, rows, columns, iterate, MATRICES)

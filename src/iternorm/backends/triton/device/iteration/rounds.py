@@ -51,7 +51,7 @@ def store_results(
         if DERIVED:
             store_matrix(e_ptr + e_shift, rows, columns, d_tile, MATRICES)
     if VALUE:
-        store_symmetric(out_ptr, rows, columns, tile, MATRICES)
+        store_symmetric(out_ptr, rows, columns, MATRICES.RAISED * tile, MATRICES)
     if DERIVED:
         store_symmetric(d_out_ptr, rows, columns, d_tile, MATRICES)
 

@@ -36,6 +36,7 @@ class Matrices(NamedTuple):
     HALF: bool  # products take float16
     JOINED: bool  # what needs the same R between two meetings is one item of work, see `rounds.joined_step`
     PRECISION: str  # of products in fp32, as `tl.dot` names it
+    RAISED: float  # what R, S and Z in float16 are times what they stand for, see `precision.newton_raised`
 
 
 @triton.jit
@@ -149,16 +150,21 @@ def stacked_products(
     first, second = acc, acc
     if BOTH:
         first, second = tl.split(acc.reshape(2, RIGHT * SIDE, RIGHT * SIDE).permute(1, 2, 0))
-    tile, d_tile = parts_of_product(first, SIDE, DERIVED)
+    tile, d_tile = parts_of_product(first, MATRICES, DERIVED)
     other_tile, d_other_tile = tile, d_tile
     if BOTH:
-        other_tile, d_other_tile = parts_of_product(second, SIDE, DERIVED)
+        other_tile, d_other_tile = parts_of_product(second, MATRICES, DERIVED)
     return tile, d_tile, other_tile, d_other_tile
 
 
 @triton.jit
-def parts_of_product(acc, SIDE: tl.constexpr, DERIVED: tl.constexpr):
-    """A B and dA B + A dB of [A; dA] [B, dB]; without `DERIVED` it is A B."""
+def parts_of_product(acc, MATRICES: tl.constexpr, DERIVED: tl.constexpr):
+    """A B and dA B + A dB of [A; dA] [B, dB]; without `DERIVED` it is A B.
+
+    A and B are `RAISED`, and their derivatives are not.
+    """
+    SIDE: tl.constexpr = MATRICES.SIDE
+    DOWN: tl.constexpr = 1.0 / MATRICES.RAISED
     if DERIVED:
         left, right = tl.split(acc.reshape(2, SIDE, 2, SIDE).permute(1, 3, 0, 2))
         tile, d_tile = tl.split(left)
@@ -166,7 +172,7 @@ def parts_of_product(acc, SIDE: tl.constexpr, DERIVED: tl.constexpr):
         d_tile += more
     else:
         tile, d_tile = acc, acc
-    return tile, d_tile
+    return (DOWN * DOWN) * tile, DOWN * d_tile
 
 
 @triton.jit
