@@ -194,6 +194,19 @@ def test_cholesky_of_an_indefinite_matrix_is_nan_and_leaves_the_others():
     torch.testing.assert_close(whitening[2], torch.diag(torch.tensor([0.5, 1.0])))
 
 
+@pytest.mark.parametrize("solver", solvers.SOLVERS)
+@pytest.mark.parametrize("deviation", [1e-9, 1e15])
+def test_gradients_for_deviations_far_from_one(solver, deviation):
+    # The product of three large ones is infinite.
+    covariance = covariance_with(torch.linspace(1, 4, 5, dtype=torch.float64)) * deviation**2
+    weights = torch.randn(5, 5, dtype=torch.float64) * deviation
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        values = covariance.to(dtype).requires_grad_()
+        gradients += torch.autograd.grad(solve(solver, values), values, weights.to(dtype))
+    assert relative_error(*gradients) < 1e-5
+
+
 def test_second_divided_difference_of_the_inverse_root():
     # Eq. 15 against its definition f[a, b, c] = (f[a, b] - f[b, c]) / (a - c).
     a, b, c = 0.7, 1.9, 3.1

@@ -20,10 +20,13 @@ def eigh(covariance: Tensor) -> tuple[Tensor, Tensor]:
     return torch.maximum(eigenvalues, floor), vectors
 
 
-def _divided_difference(roots: Tensor) -> Tensor:
-    """(λi^{-1/2} - λj^{-1/2}) / (λi - λj) = -1 / (√λi √λj (√λi + √λj)): no difference of eigenvalues (Eq. 14)."""
+def _times_divided_difference(values: Tensor, roots: Tensor) -> Tensor:
+    """Values times (λi^{-1/2} - λj^{-1/2}) / (λi - λj) = -1 / (√λi √λj (√λi + √λj)): no difference of λ (Eq. 14).
+
+    In two divisions: the product of all three may be infinite.
+    """
     left, right = roots[..., :, None], roots[..., None, :]
-    return -1 / (left * right * (left + right))
+    return -values / (left * right) / (left + right)
 
 
 def zca_from_eigh(eigenvalues: Tensor, vectors: Tensor) -> Tensor:
@@ -34,7 +37,7 @@ def zca_from_eigh(eigenvalues: Tensor, vectors: Tensor) -> Tensor:
 def zca_backward(grad: Tensor, eigenvalues: Tensor, vectors: Tensor) -> Tensor:
     """Eq. 14."""
     inner = vectors.mT @ _symmetric(grad) @ vectors
-    return vectors @ (_divided_difference(eigenvalues.sqrt()) * inner) @ vectors.mT
+    return vectors @ _times_divided_difference(inner, eigenvalues.sqrt()) @ vectors.mT
 
 
 def pca_from_eigh(eigenvalues: Tensor, vectors: Tensor) -> Tensor:
@@ -57,9 +60,9 @@ def pca_backward(grad: Tensor, eigenvalues: Tensor, vectors: Tensor) -> Tensor:
     gap = eigenvalues[..., :, None] - eigenvalues[..., None, :]
     # Axes whose eigenvalues agree to rounding are arbitrary in their plane, and so is a gradient that rotates them.
     resolved = gap.abs() > torch.finfo(gap.dtype).eps * eigenvalues.shape[-1] * eigenvalues[..., -1:, None]
-    rotation = torch.where(resolved, (1 / left + 1 / right) / torch.where(resolved, gap, 1), 0)
-    antisymmetric = (inner - inner.mT) / 2
-    result = (_divided_difference(roots) * _symmetric(inner) + rotation * antisymmetric) / 2
+    turning = (inner - inner.mT) / 2 * (1 / left + 1 / right)
+    rotation = torch.where(resolved, turning / torch.where(resolved, gap, 1), 0)
+    result = (_times_divided_difference(_symmetric(inner), roots) + rotation) / 2
     # A pair of axes shares its term between two entries; a single axis has one entry.
     result = result + torch.diag_embed(result.diagonal(dim1=-2, dim2=-1))
     return signed @ result @ signed.mT
