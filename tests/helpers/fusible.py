@@ -153,9 +153,13 @@ NETWORKS = {
 }
 
 
+_CALLS = ("call_function", "call_method")
+
+
 def count(model):
     """ReLUs and additions in the model's own code. What its norms do is not seen."""
     graph = torch.fx.symbolic_trace(model).graph
     relus = sum(type(model.get_submodule(n.target)) is nn.ReLU for n in graph.nodes if n.op == "call_module")
-    called = [str(n.target) for n in graph.nodes if n.op in ("call_function", "call_method")]
+    # Not what a function prints, which has an address: its digits may spell "add".
+    called = [getattr(n.target, "__name__", str(n.target)) for n in graph.nodes if n.op in _CALLS]
     return relus + sum("relu" in name for name in called), sum("add" in name for name in called)
