@@ -132,7 +132,7 @@ def apply_forward(
     program = tl.program_id(0)
     group = tl.program_id(1)
     features, valid, channels = channels_of(group, C, L, TILE)
-    i, j, inside = matrix_of(group, C, TILE)
+    i, j, inside = matrix_of(group, C, TILE.D, TILE.BD, TILE.SHARED)
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0).to(tl.float32)
     offset = load_vector(bias_ptr, features, valid, BIAS, 0.0)
     weight = load_vector(weight_ptr, features, valid, WEIGHT, 1.0)
@@ -246,7 +246,7 @@ def apply_backward(
     program = tl.program_id(0)
     group = tl.program_id(1)
     features, valid, channels = channels_of(group, C, L, TILE)
-    i, j, inside = matrix_of(group, C, TILE)
+    i, j, inside = matrix_of(group, C, TILE.D, TILE.BD, TILE.SHARED)
     # Row i of Aᵀ: column i of W, scaled by γ of the output channel.
     first_matrix = tl.load(whitening_ptr + group * D * D + j * D + i, mask=inside, other=0.0)
     if WEIGHT:

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from iternorm.backends.triton.device.products import above, dot_of_parts, in_parts
-from iternorm.backends.triton.device.tiles import over_group
+from iternorm.backends.triton.device.tiles import of_own_group, over_group
 
 
 class Newton(NamedTuple):
@@ -137,9 +137,7 @@ def power_of_two(a, largest: tl.constexpr, SHARED: tl.constexpr):
     """
     rows = tl.sum(tl.abs(a), 1)
     if SHARED > 0:
-        i = tl.arange(0, a.shape[0])[:, None]
-        j = tl.arange(0, a.shape[0])[None, :]
-        level = tl.max(tl.where(i // SHARED == j // SHARED, rows[None, :], 0.0), 1)[:, None]
+        level = tl.max(of_own_group(rows, SHARED), 1)[:, None]
     else:
         level = tl.max(rows, 0)
     return power_for(level, largest)

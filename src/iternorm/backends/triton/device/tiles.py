@@ -82,18 +82,18 @@ def channels_of(group, C, L, TILE: tl.constexpr, begin=0):
 
 
 @triton.jit
-def matrix_of(group, C, TILE: tl.constexpr):
+def matrix_of(group, C, D: tl.constexpr, BD: tl.constexpr, SHARED: tl.constexpr):
     """Rows and columns of a group's matrix ``[BD, BD]``, and what of it is in a whitening matrix ``[D, D]``.
 
     Groups that share a tile have the blocks on its diagonal.
     """
-    i = tl.arange(0, TILE.BD)[:, None]
-    j = tl.arange(0, TILE.BD)[None, :]
-    inside = (i < TILE.D) & (j < TILE.D)
-    if TILE.SHARED > 0:
+    i = tl.arange(0, BD)[:, None]
+    j = tl.arange(0, BD)[None, :]
+    inside = (i < D) & (j < D)
+    if SHARED > 0:
         # A smaller last group is as large as the others in memory.
-        end = tl.cdiv(C, TILE.SHARED) * TILE.SHARED
-        inside = inside & (i // TILE.SHARED == j // TILE.SHARED) & (group * TILE.D + i < end)
+        end = tl.cdiv(C, SHARED) * SHARED
+        inside = inside & (i // SHARED == j // SHARED) & (group * D + i < end)
     return i, j, inside
 
 
@@ -106,13 +106,19 @@ def column_of(j, SHARED: tl.constexpr):
 
 
 @triton.jit
+def of_own_group(rows, SHARED: tl.constexpr):
+    """``[BD, BD]``: in each row the values, one for a row, of those of its group; zero elsewhere."""
+    i = tl.arange(0, rows.shape[0])[:, None]
+    j = tl.arange(0, rows.shape[0])[None, :]
+    return tl.where(i // SHARED == j // SHARED, rows[None, :], 0.0)
+
+
+@triton.jit
 def over_group(tile, SHARED: tl.constexpr):
     """The sum of a tile's elements; where groups share it ``[BD, 1]``, for each row that of its group."""
     rows = tl.sum(tile, 1)
     if SHARED > 0:
-        i = tl.arange(0, tile.shape[0])[:, None]
-        j = tl.arange(0, tile.shape[0])[None, :]
-        result = tl.sum(tl.where(i // SHARED == j // SHARED, rows[None, :], 0.0), 1)[:, None]
+        result = tl.sum(of_own_group(rows, SHARED), 1)[:, None]
     else:
         result = tl.sum(rows, 0)
     return result

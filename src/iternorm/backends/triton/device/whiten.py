@@ -108,7 +108,7 @@ def whiten_forward(
         begin = begin_of(group, C, L, TILE)
     else:
         features, valid, channels = channels_of(group, C, L, TILE)
-    i, j, inside = matrix_of(group, C, TILE)
+    i, j, inside = matrix_of(group, C, TILE.D, TILE.BD, TILE.SHARED)
     identity = tl.where((i == j) & valid[:, None], 1.0, 0.0)
     target = group * D * ROW + i * ROW + column_of(j, TILE.SHARED)
     count = tl.sum(valid.to(tl.float32), 0)
@@ -212,7 +212,7 @@ def whiten_backward(
         begin = begin_of(group, C, L, TILE)
     else:
         features, valid, channels = channels_of(group, C, L, TILE)
-    i, j, inside = matrix_of(group, C, TILE)
+    i, j, inside = matrix_of(group, C, TILE.D, TILE.BD, TILE.SHARED)
     identity = tl.where((i == j) & valid[:, None], 1.0, 0.0)
     whitening_ptr += group * D * ROW
     cross_ptr += group * BD * BD
@@ -295,12 +295,8 @@ def weight_gradient(
     ROW: tl.constexpr = SHARED if SHARED > 0 else D
     follow(PDL)
     group = tl.program_id(0)
-    i = tl.arange(0, BD)[:, None]
-    j = tl.arange(0, BD)[None, :]
+    i, j, inside = matrix_of(group, C, D, BD, SHARED)
     cross = tl.load(cross_ptr + group * BD * BD + i * BD + j)
-    inside = (i < D) & (j < D)
-    if SHARED > 0:
-        inside = inside & (i // SHARED == j // SHARED) & (group * D + i < C)
     whitening = tl.load(whitening_ptr + group * D * ROW + i * ROW + column_of(j, SHARED), mask=inside, other=0.0)
     c = tl.arange(0, BD)
     tl.store(grad_weight_ptr + group * D + c, tl.sum(cross * whitening, 1), mask=c < tl.minimum(D, C - group * D))

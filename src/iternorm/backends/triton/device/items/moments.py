@@ -122,7 +122,7 @@ def item_cross_moments(
         output_ptr += begin
     if TILE.FLAT:
         features, valid, channels = channels_of(group, C, L, TILE)
-    i, j, inside = matrix_of(group, C, TILE)
+    i, j, inside = matrix_of(group, C, TILE.D, TILE.BD, TILE.SHARED)
     mean = tl.load(mean_ptr + features, mask=valid, other=0.0)
     whitening = tl.load(whitening_ptr + group * D * D + i * D + j, mask=inside, other=0.0)
     if PACKED:
