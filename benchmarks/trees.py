@@ -33,19 +33,20 @@ class Row(NamedTuple):
     num_iters: int
     exact: bool = False
     relu: bool = False
+    residual: bool = False
 
     def __str__(self) -> str:
         layer = f"IterNorm d={self.group_size} T={self.num_iters}" if self.num_iters else f"DBN d={self.group_size}"
-        ends = f"{' exact' if self.exact else ''}{' relu' if self.relu else ''}"
+        ends = f"{' exact' if self.exact else ''}{' relu' if self.relu else ''}{' residual' if self.residual else ''}"
         return f"{'x'.join(map(str, self.shape))} {self.dtype} {self.layout} {layer}{ends}"
 
 
 def rows() -> list[Row]:
-    """The rows of `iternorm bench --device cuda` that are our kernels', small groups, float16, and a ReLU."""
+    """The rows of `iternorm bench --device cuda` that are our kernels', small groups, float16, ReLU and residual."""
     groups = {
         (64, 64, 32, 32): [(64, 5), (64, 3), (64, 7), (16, 0)],
         (64, 128, 32, 32): [(64, 5), (64, 3), (64, 7), (128, 3), (128, 5), (128, 7), (16, 0)],
-        (256, 64, 32, 32): [(64, 5), (8, 5), (1, 5)],
+        (256, 64, 32, 32): [(64, 5), (16, 5), (8, 5), (1, 5)],
         (256, 512, 4, 4): [(64, 5), (512, 5), (8, 5), (1, 5)],
         (128, 160, 32, 32): [(64, 5), (32, 5), (160, 5)],
         (256, 64, 112, 112): [(64, 5)],
@@ -60,7 +61,10 @@ def rows() -> list[Row]:
     for shape in ((64, 64, 32, 32), (64, 128, 32, 32), (256, 64, 32, 32), (128, 160, 32, 32), (256, 64, 112, 112)):
         for layout in ("NCHW", "NHWC"):
             found += [Row(shape, dtype, layout, 64, 5, relu=True) for dtype in ("float32", "bfloat16")]
-            found += [Row(shape, "float16", layout, 64, 5)]
+            found += [
+                Row(shape, "float32", layout, 64, 5, relu=True, residual=True),
+                Row(shape, "float16", layout, 64, 5),
+            ]
     return found
 
 
@@ -74,9 +78,9 @@ def microseconds(row: Row, batch_norm: bool = False) -> float:
     torch.set_float32_matmul_precision("highest" if row.exact else "high")
     torch.manual_seed(0)
     memory_format = torch.channels_last if row.layout == "NHWC" else torch.contiguous_format
-    x, gradient = (
+    x, gradient, residual = (
         torch.randn(row.shape, device="cuda", dtype=getattr(torch, row.dtype)).to(memory_format=memory_format)
-        for _ in range(2)
+        for _ in range(3)
     )
     channels = row.shape[1]
     if batch_norm:
@@ -86,10 +90,13 @@ def microseconds(row: Row, batch_norm: bool = False) -> float:
         layer = iternorm.IterNorm2d(channels, group_size=row.group_size, num_iters=row.num_iters, activation=activation)
     else:
         layer = iternorm.DecorrelatedBatchNorm2d(channels, group_size=row.group_size)
-    inputs = [x.requires_grad_(), *layer.cuda().parameters()]
+    inputs, more = [x.requires_grad_(), *layer.cuda().parameters()], {}
+    if row.residual and not batch_norm:
+        more = {"residual": residual.requires_grad_()}
+        inputs.append(residual)
 
     def step() -> None:
-        torch.autograd.grad(layer(x), inputs, gradient)
+        torch.autograd.grad(layer(x, **more), inputs, gradient)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
