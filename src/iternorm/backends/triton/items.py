@@ -103,6 +103,11 @@ class ItemPlan(Plan):
     def _partials(self) -> tuple[int, int]:
         return (self._side, self._span) if self._flat else super()._partials
 
+    @property
+    def _width(self) -> int:
+        # The tiles that depend on it were timed of whole batches.
+        return 0
+
     def _tiles(self, kernel: str) -> Tiles:
         tiles, small = super()._tiles(kernel), self.layout.padded < LARGEST_NEWTON
         if self._flat:

@@ -179,12 +179,17 @@ class Plan:
         """The rows of a program's partial matrix, and how many of them are one of the group's."""
         return self.layout.padded, 1
 
+    @property
+    def _width(self) -> int:
+        """The bytes of a sample in a tile."""
+        return self.layout.padded * self.key.dtype.itemsize
+
     def _tiles(self, kernel: str) -> Tiles:
         if kernel in self._chosen:
             return self._chosen[kernel]
         key = self.key
         third = {"moments": False, "apply": key.residual, "whiten": key.residual, "cross_moments": key.relu}
-        tiles = tiles_for(kernel, self._tiled, key.split, third.get(kernel, self.masks))
+        tiles = tiles_for(kernel, self._tiled, key.split, third.get(kernel, self.masks), self._width)
         # The iteration's backward in three parts takes most of a multiprocessor's shared memory.
         return (
             tiles._replace(per_sm=1)
