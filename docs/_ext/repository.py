@@ -34,6 +34,10 @@ def read(app: Sphinx, page: str, source: list[str]) -> None:
     home = (ROOT / PAGES[page]).parent if page in PAGES else here
     pages = {ROOT / document: Path(app.srcdir) / f"{name}.md" for name, document in PAGES.items()}
     pages[ROOT / "README.md"] = Path(app.srcdir) / "index.md"
+    # The gallery's scripts become pages, in a folder that the build writes.
+    scripts, gallery = Path(app.srcdir) / "gallery", Path(app.srcdir) / "auto_gallery"
+    pages[scripts] = gallery / "index.rst"
+    pages |= {script: gallery / f"{script.stem}.rst" for script in scripts.glob("*.py")}
 
     def lead(found: re.Match[str]) -> str:
         target = (home / found[1]).resolve()
