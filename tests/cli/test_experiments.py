@@ -83,7 +83,7 @@ def test_an_experiment_without_results_keeps_no_other_from_being_drawn(invoke, t
 def test_without_an_id_the_usage_is_shown(invoke, verb):
     result = invoke(verb)
     assert result.exit_code == 2
-    assert "Missing argument 'ID...'" in result.stderr
+    assert "Missing argument 'ID'" in result.stderr
 
 
 def test_run_takes_several_ids_seeds_and_a_selection(invoke, tiny):

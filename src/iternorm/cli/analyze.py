@@ -12,13 +12,16 @@ from iternorm.cli.terminal import console, progress_bar, tell_written
 
 def analyze(
     model_factory: Annotated[
-        str, typer.Argument(help="module:name or file.py:name of a model, or of a function that returns one.")
+        str,
+        typer.Argument(
+            metavar="MODEL_FACTORY", help="module:name or file.py:name of a model, or of a function that returns one."
+        ),
     ],
     data: Annotated[
         str,
         typer.Option(
-            help="digits, mnist, cifar10 (the latter under $ITERNORM_DATA), a .npy, .npz or .pt file, or "
-            "a folder of images.",
+            help="digits; mnist or cifar10, from $ITERNORM_DATA or downloaded; a .npy, .npz or .pt file; "
+            "or a folder of images.",
             autocompletion=data_sets,
         ),
     ],

@@ -32,7 +32,7 @@ Device = Annotated[str, typer.Option(help="cpu or cuda.", autocompletion=one_of(
 Experiments = Annotated[
     list[str],
     typer.Argument(
-        metavar="ID...",
+        metavar="ID",
         help="Ids that `iternorm ls` lists, or all; or a study of your own, ./study.py.",
         autocompletion=experiment_ids,
     ),

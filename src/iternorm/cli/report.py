@@ -13,7 +13,7 @@ from iternorm.cli.terminal import tell_written
 def report(
     experiments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ID]...", help="A report of these alone; a study of your own is ./study.py."),
+        typer.Argument(metavar="ID", help="A report of these alone; a study of your own is ./study.py."),
     ] = None,
     results: Results = Path("results"),
     out: Annotated[

@@ -47,7 +47,7 @@ def run(
     gpus_per_job: Annotated[float, typer.Option(help="With --ray on cuda: the share of a GPU that a job gets.")] = 1.0,
     results: Results = Path("results"),
 ) -> None:
-    """Run what is not finished of experiments, and keep the results; several such commands may run side by side."""
+    """Run the unfinished jobs of experiments and keep the results; several such commands may run side by side."""
     from iternorm.experiments.jobs import console as screen
     from iternorm.experiments.jobs import registry, sweep
 

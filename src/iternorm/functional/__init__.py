@@ -1,6 +1,8 @@
-"""Public functions: check the arguments and hand them over, nothing else.
+"""The layers as functions, in the manner of `torch.nn.functional.batch_norm`.
 
-What `impl` means is in `iternorm.whitening.dispatch`.
+`impl` says what computes them. "auto" takes the fastest that can run: Triton kernels on NVIDIA GPUs, C kernels in
+training on a CPU, torch for everything else (docs/other-machines.md). "triton", "native" (C), "torch" and "reference"
+ask for one by name, and raise where it cannot run.
 """
 
 from iternorm.functional.batch import decorrelated_batch_norm, iter_norm

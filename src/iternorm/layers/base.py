@@ -27,7 +27,7 @@ class SmallBatchWarning(UserWarning):
 class WhiteningNorm(BatchNormWithoutVariance):
     """Whiten groups of channels over the mini-batch, then scale and shift: the base of all layers here.
 
-    In training the statistics are those of the batch (math.md, Eq. 1-9), and running averages of the mean and of the
+    In training the statistics are those of the batch (math.md, Eq. 1-4), and running averages of the mean and of the
     whitening matrix (or of the covariance) are kept, as the paper does: they start at 0 and at the identity. In eval
     the running averages are used. A batch that holds a NaN or an infinity leaves them unchanged.
 
@@ -49,7 +49,7 @@ class WhiteningNorm(BatchNormWithoutVariance):
         group_size: the number of channels whitened together; None is all of them. Channels are taken in order and the
             last group holds the remainder: 160 channels by 64 are groups of 64, 64 and 32. With 1 the layer is
             BatchNorm in training; in eval it uses the average of 1/σ (biased) where BatchNorm uses that of σ²
-            (unbiased), which scales the output by about 1 + 5/(4m) for m values a channel in a batch.
+            (unbiased), which scales the output by about 1 + 5/(4m) for m values per channel in a batch.
         running: "whitening" averages the whitening matrices, as the paper does; "covariance" averages the covariances
             and computes the whitening matrix from their average in eval.
         impl: "auto" takes the fastest that can run; "triton", "native" (C, on a CPU), "torch" and "reference" ask for

@@ -15,10 +15,10 @@ class _IterNorm(WhiteningNorm):
     """Iterative normalization.
 
     Args:
-        num_iters: the paper's T, the number of Newton steps. 0 only scales all channels of a group alike; 5, the
-            paper's choice, whitens the directions of large variance and leaves small ones, which are mostly noise,
-            small. A large T tends to ZCA: at most 24 steps are taken in fp32, and 49 in fp64, which is convergence,
-            and the output stays finite where channels depend on each other.
+        num_iters: the paper's T, the number of Newton steps (math.md, Eq. 5-9). 0 only scales all channels of a group
+            alike; 5, the paper's choice, whitens the directions of large variance and leaves small ones, which are
+            mostly noise, small. A large T tends to ZCA: at most 24 steps are taken in fp32, and 49 in fp64, which is
+            convergence, and the output stays finite where channels depend on each other.
     """
 
     solver = "newton"
@@ -59,8 +59,8 @@ class _DecorrelatedBatchNorm(WhiteningNorm):
     """Decorrelated batch normalization: exact whitening.
 
     Args:
-        solver: "zca" (the paper's DBN), "pca" or "cholesky". Principal axes can change places from batch to batch,
-            which spoils an average of their whitening matrices: give "pca" ``running="covariance"``.
+        solver: "zca" (the paper's DBN), "pca" or "cholesky" (math.md, section 4). Principal axes can change places from
+            batch to batch, which spoils an average of their whitening matrices: give "pca" ``running="covariance"``.
     """
 
     solver = "zca"

@@ -112,7 +112,7 @@ class SyncIterNorm(Synchronized, _IterNorm):
         num_iters: the paper's T, the number of Newton steps, from 0. A large T tends to ZCA: at most 24 steps are taken
             in fp32, and 49 in fp64, which is convergence, and the output stays finite where channels depend on each
             other.
-        running: "whitening" or "covariance"; see `iternorm.layers.base.WhiteningNorm`.
+        running: "whitening" or "covariance"; see `IterNorm2d`.
         impl: "auto", "triton", "native" or "torch".
         activation: None, or "relu": the output goes through it.
         correction: 1 divides the covariance by the number of values of all ranks minus one; 0 by their number.
@@ -168,7 +168,7 @@ class SyncDecorrelatedBatchNorm(Synchronized, _DecorrelatedBatchNorm):
         bias: False learns no `bias`, only the `weight`, if `affine` is set.
         group_size: the number of channels whitened together; None is all of them.
         solver: "zca", "pca" or "cholesky".
-        running: "whitening" or "covariance"; see `iternorm.layers.base.WhiteningNorm`.
+        running: "whitening" or "covariance"; see `IterNorm2d`.
         impl: "auto", "triton", "native" or "torch".
         activation: None, or "relu": the output goes through it.
         correction: 1 divides the covariance by the number of values of all ranks minus one; 0 by their number.

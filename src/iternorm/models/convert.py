@@ -282,13 +282,12 @@ def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
 
 
 def convert_sync_iternorm(module: nn.Module, process_group: Any = None, *, batchnorm: bool = False) -> nn.Module:
-    """Replace every IterNorm1d/2d/3d by a SyncIterNorm with the same parameters and buffers, and DBN by its own.
+    """Replace IterNorm layers by SyncIterNorm and DecorrelatedBatchNorm layers by SyncDecorrelatedBatchNorm.
 
-    As `torch.nn.SyncBatchNorm.convert_sync_batchnorm`: children are replaced in place and the module is returned (a
-    new one where it is itself an IterNorm). Layers that are synchronized already take the new process group.
-    DecorrelatedBatchNorm layers become SyncDecorrelatedBatchNorm. Lazy layers before their first batch are left as they
-    are, with a warning that names them, and so are, with `batchnorm`, subclasses of BatchNorm with a forward of their
-    own.
+    Parameters and buffers stay the same. As in `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, children are replaced
+    in place and the module is returned (a new one where it is itself such a layer). Layers that are synchronized
+    already take the new process group. Lazy layers before their first batch are left as they are, with a warning that
+    names them, and so are, with `batchnorm`, subclasses of BatchNorm with a forward of their own.
 
     Args:
         module: the model.

@@ -22,7 +22,7 @@ SOLVERS = ("newton", "zca", "pca", "cholesky")
 def newton(covariance: Tensor, num_iters: int) -> Tensor:
     """Σ^{-1/2} approximated by `num_iters` Newton steps on the trace-normalized covariance (math.md, Eq. 8-9).
 
-    The same polynomial as the paper's P-form for every `num_iters` from 0, computed in a coupled form that stays
+    The same polynomial as the paper's P-form for every `num_iters` from 0, computed in a residual form that stays
     accurate past convergence. Many steps give ZCA. No more than `most_steps` are taken, and where rounding has left a
     negative eigenvalue, the iteration stops before it grows (section 3, "Many steps").
 
