@@ -32,16 +32,8 @@ norms = {"BN": analysis.batch_norm(), "DBN": analysis.decorrelated_batch_norm()}
 iterated = [analysis.iter_norm(num_iters) for num_iters in steps]
 look = {"color": color_of("IterNorm T=5"), "marker": "o", "label": "IterNorm"}
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
-left.plot(
-    steps, [conditioning(analysis.iter_norm(t)) for t in steps], "o-", color=color_of("IterNorm T=5"), label="IterNorm"
-)
-right.plot(
-    steps,
-    [100 * noise(analysis.iter_norm(t), 256) for t in steps],
-    "o-",
-    color=color_of("IterNorm T=5"),
-    label="IterNorm",
-)
+left.plot(steps, [conditioning(operation) for operation in iterated], **look)
+right.plot(steps, [100 * noise(operation, 256) for operation in iterated], **look)
 for name, operation in norms.items():
     left.axhline(conditioning(operation), color=color_of(name), label=name)
     right.axhline(100 * noise(operation, 256), color=color_of(name), label=name)
