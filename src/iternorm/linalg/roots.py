@@ -43,7 +43,7 @@ def inverse_root(
     `torch.set_float32_matmul_precision`; with TF32 they have about three digits.
 
     Args:
-        A: the matrices. Only their symmetric part counts.
+        A: the matrices. Where they are not checked, only their symmetric part counts.
         p: of the root, from 1 (the inverse).
         eps: added to the diagonal: a number, or a tensor with one for each matrix.
         method: "newton" and "minimax" are iterations of matrix products, 22 and 12 steps of them for p = 2 in fp32;
