@@ -142,6 +142,15 @@ def test_a_gradient_of_planes_for_rows(calls):
     assert relative_error(gradients[2], leaf.grad) < 5e-6
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_gradient_of_zeros_that_has_no_memory(layout, calls):
+    leaf = torch.randn(8, 32, 20, 20).contiguous(memory_format=layout).requires_grad_()
+    y = functional.iter_norm(leaf, training=True, group_size=32)
+    y.sgn().sum().backward()
+    assert calls == NATIVE
+    assert not leaf.grad.any()
+
+
 @pytest.mark.parametrize(
     ("x", "reason"),
     [

@@ -70,7 +70,9 @@ def _is_rows(x: Tensor) -> bool | None:
 
 
 def _laid_out_as(x: Tensor, grad: Tensor) -> Tensor:
-    return grad if _is_rows(grad) == _is_rows(x) else torch.empty_like(x).copy_(grad)
+    # A gradient of zeros may have no memory: the backward of `torch.sgn` makes such ones.
+    is_readable = _is_rows(grad) == _is_rows(x) and not grad._is_zerotensor()
+    return grad if is_readable else torch.empty_like(x).copy_(grad)
 
 
 def can_run(*activations: Tensor) -> bool:

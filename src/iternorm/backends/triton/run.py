@@ -298,8 +298,11 @@ def gradient_calls(plan: Plan, activations, batch, learned, work, eps, needs_inp
 
 
 def in_strides(tensor: Tensor | None, x: Tensor) -> Tensor | None:
-    """The tensor, or a copy of it that lies in memory as `x` does."""
-    if tensor is None or tensor.stride() == x.stride():
+    """The tensor, or a copy of it that lies in memory as `x` does.
+
+    A gradient of zeros may have no memory: the backward of `torch.sgn` makes such ones.
+    """
+    if tensor is None or (tensor.stride() == x.stride() and not tensor._is_zerotensor()):
         return tensor
     return torch.empty_like(x).copy_(tensor)
 

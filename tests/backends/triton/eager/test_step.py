@@ -311,6 +311,14 @@ def test_memory_that_is_not_aligned(driver):
     assert torch.equal(layer.running_whitening, other.running_whitening)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gradient_of_zeros_that_has_no_memory(compiled, driver):
+    layer = used_layer() if compiled else like(used_layer())
+    x = batch().requires_grad_()
+    layer(x).sgn().sum().backward()
+    assert not x.grad.any()
+
+
 def test_checkpointed_and_saved_elsewhere(driver):
     layer, x = used_layer(), batch().requires_grad_()
     expected = torch.autograd.grad(like(layer)(x).square().sum(), x)[0]

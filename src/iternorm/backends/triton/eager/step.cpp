@@ -146,8 +146,10 @@ void* current_stream(at::Device device) {
   return guard.getStreamNativeHandle(guard.getStream(device));
 }
 
+// A gradient of zeros may have no memory: the backward of `torch.sgn` makes such ones.
 bool is_plain(const Tensor& tensor) {
-  return tensor.layout() == at::kStrided && !at::isTensorSubclassLike(tensor) && !tensor._fw_grad(0).defined();
+  return tensor.layout() == at::kStrided && !at::isTensorSubclassLike(tensor) && !tensor._is_zerotensor() &&
+         !tensor._fw_grad(0).defined();
 }
 
 // Nothing where torch cannot tell: after a user has taken the newer of its two ways to say so.
