@@ -127,6 +127,15 @@ def test_a_group_that_is_not_finite_leaves_the_others():
         torch.testing.assert_close(a[[0, 3]], e[[0, 3]], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("num_iters", [0, 1, 2])
+def test_a_trace_that_has_overflowed_gives_nan(num_iters):
+    covariance, grad = problem(24, torch.float32)
+    covariance[1, 4, 4] = torch.inf
+    for result in by_c(covariance, grad, num_iters)[:2]:
+        assert result[0].isfinite().all()
+        assert result[1].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_number_of_threads_does_not_change_a_bit(dtype):
     covariance, grad = (t.repeat(10, 1, 1) for t in problem(64, dtype, groups=4))

@@ -777,6 +777,12 @@ static double trace_of(const REAL *a, long d, long stride) {
   return sum;
 }
 
+/* One that has overflowed would give zeros where its inverse root is a factor: NaN instead. */
+static double trace_of_covariance(const REAL *a, long d) {
+  double trace = trace_of(a, d, d);
+  return __builtin_isinf(trace) ? __builtin_nan("") : trace;
+}
+
 static void scale_matrix(const REAL *a, REAL factor, REAL *to, long n) {
   for (long i = 0; i < n * n; i++) to[i] = factor * a[i];
 }
@@ -814,7 +820,7 @@ static void newton_group(const void *task, long group, long thread) {
   const REAL *covariance = t->covariance + group * d * d;
   REAL *residual = t->scratch + thread * NEWTON_MATRICES * n * n, *following = residual + n * n;
   REAL *iterate = following + n * n, *next = iterate + n * n, *free;
-  double trace = trace_of(covariance, d, d), root = 1 / __builtin_sqrt(trace);
+  double trace = trace_of_covariance(covariance, d), root = 1 / __builtin_sqrt(trace);
   symmetrize(covariance, 0.5 / trace, residual, d, n);
   scale_matrix(residual, s->steps ? (REAL)-0.5 : 0, iterate, n);
   for (long i = 0; i < d; i++) iterate[i * n + i] += s->steps ? (REAL)1.5 : 1;
@@ -862,7 +868,7 @@ static void newton_backward_group(const void *task, long group, long thread) {
   REAL *residual = t->scratch + thread * NEWTON_MATRICES * area, *following = residual + area;
   REAL *iterate = following + area, *d_residual = iterate + area, *d_iterate = d_residual + area;
   REAL *next = d_iterate + area, *half = next + area, *product = half + area, *free;
-  double trace = trace_of(covariance, d, d), through_trace = 0;
+  double trace = trace_of_covariance(covariance, d), through_trace = 0;
   symmetrize(covariance, 0.5 / trace, residual, d, n);
   symmetrize(grad, 0.5 / __builtin_sqrt(trace), d_residual, d, n);
   scale_matrix(d_residual, s->steps ? (REAL)-0.5 : 0, d_iterate, n);
