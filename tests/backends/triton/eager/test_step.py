@@ -353,6 +353,19 @@ def test_a_launch_that_fails_raises(driver):
         y.sum().backward()
 
 
+def test_a_thread_that_has_no_context_is_left_to_triton(driver):
+    layer, x = used_layer(), batch().requires_grad_()
+    other = like(layer)
+    # CUDA's error for a thread that has not used it yet. Triton's launches give it a context.
+    driver.failing = 201
+    driver.launched.clear()
+    for each in (layer, other):
+        each(x).square().sum().backward()
+    assert not driver.launched
+    assert torch.equal(layer.weight.grad, other.weight.grad)
+    assert torch.equal(layer.running_whitening, other.running_whitening)
+
+
 def test_an_error_of_pythons_backward_reaches_the_caller(driver, monkeypatch):
     layer, x = used_layer(), batch().requires_grad_()
     y = layer(x)

@@ -187,7 +187,7 @@ Tensor made(const Part& part, const Tensor& input) {
   }
 }
 
-void launch(const Pass& pass, const Launch& launch, void* stream, const std::vector<uint64_t>& addresses) {
+CUresult launch(const Pass& pass, const Launch& launch, void* stream, const std::vector<uint64_t>& addresses) {
   constexpr size_t MOST = 64;
   const size_t count = launch.arguments.size();
   TORCH_INTERNAL_ASSERT(count <= MOST);
@@ -207,8 +207,7 @@ void launch(const Pass& pass, const Launch& launch, void* stream, const std::vec
   config.hStream = static_cast<CUstream>(stream);
   config.attrs = const_cast<CUlaunchAttribute*>(launch.attributes.data());
   config.numAttrs = launch.attributes.size();
-  const CUresult error = pass.launcher(&config, launch.function, pointers, nullptr);
-  TORCH_CHECK(error == CUDA_SUCCESS, "a launch of a whitening kernel failed: CUDA error ", static_cast<int>(error));
+  return pass.launcher(&config, launch.function, pointers, nullptr);
 }
 
 #ifdef WITH_PROCESS_GROUPS
@@ -287,7 +286,10 @@ bool run(const Pass& pass, variable_list& tensors) {
   void* stream = current_stream(input.device());
   for (int i = 0; i < static_cast<int>(pass.launches.size()); ++i) {
     if (i == pass.exchange.after) call_collective(pass.exchange, placed);
-    launch(pass, pass.launches[i], stream, addresses);
+    const CUresult error = launch(pass, pass.launches[i], stream, addresses);
+    // A thread that has not used CUDA yet has no context. Triton's launches give it one.
+    if (i == 0 && error == CUDA_ERROR_INVALID_CONTEXT) return false;
+    TORCH_CHECK(error == CUDA_SUCCESS, "a launch of a whitening kernel failed: CUDA error ", static_cast<int>(error));
   }
   // What is given stays what it was: autograd knows it, and not a copy of it.
   for (size_t i = 0; i < placed.size(); ++i) {
