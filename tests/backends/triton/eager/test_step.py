@@ -299,6 +299,21 @@ def test_a_batch_unlike_the_one_before(change, driver, precision):
     assert (driver.launched == []) == (change == "precision")
 
 
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch has the older way alone")
+@pytest.mark.parametrize("allowed", ["tf32", "ieee"])
+def test_tf32_that_is_allowed_in_the_newer_way(allowed, driver, precision):
+    # `precision` takes it back.
+    torch.backends.cuda.matmul.fp32_precision = allowed
+    layer = used_layer()
+    assert len(driver.launched) == 3
+    other = like(layer)
+    x = batch().requires_grad_()
+    for each in (layer, other):
+        each(x).square().sum().backward()
+    assert len(driver.launched) == 9
+    assert torch.equal(layer.weight.grad, other.weight.grad)
+
+
 def test_memory_that_is_not_aligned(driver):
     layer = used_layer()
     other = like(layer)

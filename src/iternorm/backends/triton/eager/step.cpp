@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <typeinfo>
 #include <utility>
 #include <vector>
@@ -152,13 +153,23 @@ bool is_plain(const Tensor& tensor) {
          !tensor._fw_grad(0).defined();
 }
 
-// Nothing where torch cannot tell: after a user has taken the newer of its two ways to say so.
-std::optional<bool> tf32_is_allowed() {
-  try {
-    return at::globalContext().float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST;
-  } catch (const c10::Error&) {
-    return std::nullopt;
-  }
+// By name in torch 2.9, by number since.
+template <class Context, class Precision, class Backend, class Op>
+bool is_tf32(const Context& context, Precision (Context::*ask)(Backend, Op) const) {
+  if constexpr (std::is_enum_v<Precision>)
+    return (context.*ask)(Backend::CUDA, Op::MATMUL) == Precision::TF32;
+  else
+    return (context.*ask)("cuda", "matmul") == "tf32";
+}
+
+// Since torch 2.9 there are two ways to allow TF32. The older one's getter fails after the newer; the newer one's knows
+// of both.
+template <class Context>
+bool allows_tf32(const Context& context) {
+  if constexpr (requires { &Context::float32Precision; })
+    return is_tf32(context, &Context::float32Precision);
+  else
+    return context.float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST;
 }
 
 // Whether what is given is what the pass was recorded for. The input is the first.
@@ -174,7 +185,7 @@ bool suits(const Pass& pass, const variable_list& tensors) {
     if (!is_plain(tensor)) return false;
     if (part.is_activation ? tensor.sizes() != input.sizes() : i > 0 && !tensor.is_contiguous()) return false;
   }
-  return !pass.tf32.has_value() || pass.tf32 == tf32_is_allowed();
+  return !pass.tf32.has_value() || pass.tf32 == allows_tf32(at::globalContext());
 }
 
 Tensor made(const Part& part, const Tensor& input) {
