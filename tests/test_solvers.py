@@ -26,6 +26,19 @@ def test_newton_is_the_papers_polynomial(num_iters, batch):
     torch.testing.assert_close(solvers.newton(covariance, num_iters), reference.newton(covariance, num_iters))
 
 
+@pytest.mark.parametrize("num_iters", [0, 1, 2, 5])
+def test_a_trace_that_has_overflowed_gives_nan(num_iters):
+    covariance = covariance_with(torch.linspace(0.1, 4, 7, dtype=torch.float64), 2)
+    covariance[1, 3, 3] = torch.inf
+    covariance.requires_grad_()
+    whitening = solvers.newton(covariance, num_iters)
+    whitening.sum().backward()
+    assert covariance.grad is not None
+    for result in (whitening, covariance.grad):
+        assert result[0].isfinite().all()
+        assert result[1].isnan().all()
+
+
 def test_the_residual_is_the_covariance_of_the_output():
     # Eq. 9: after k steps Z_k Σ_N Z_k = R_k, which is what the next step uses.
     covariance = covariance_with(torch.linspace(0.1, 4, 5, dtype=torch.float64))

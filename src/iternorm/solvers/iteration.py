@@ -32,9 +32,11 @@ def newton(covariance: Tensor, num_iters: int) -> tuple[Tensor, list[Tensor], li
     """
     trace = _trace(covariance)
     identity = _identity_like(covariance)
+    if num_iters < 2:
+        # A trace that has overflowed makes the whole matrix NaN, as it does by the products of more steps, not zeros.
+        trace = trace.masked_fill(trace.isinf(), torch.nan)
     if num_iters == 0:
-        # A trace that has overflowed gives NaN, as it does where the covariance is divided by it, and not zeros.
-        return identity * trace.masked_fill(trace.isinf(), torch.nan).rsqrt(), [], []
+        return identity * trace.rsqrt(), [], []
     residual = (covariance / trace).reshape(-1, *covariance.shape[-2:])
     iterate = torch.add(1.5 * identity, residual, alpha=-0.5)
     residuals, iterates = [residual], []
