@@ -7,7 +7,7 @@ import pytest
 import third_party
 import torch
 from third_party import BatchNormAct2d, logits
-from torch import nn
+from torch import fx, nn
 from torch.nn.utils import parametrize
 
 import iternorm
@@ -271,6 +271,16 @@ def test_a_batchnorm_with_an_activation_keeps_it(training):
     back = convert_to_batchnorm(model)
     assert type(back.get_submodule("1")) is BatchNormAct2d
     torch.testing.assert_close(back(x), original.eval()(x))
+
+
+def test_a_traced_model_applies_an_activation_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), trained(BatchNormAct2d(6, act_layer=nn.SiLU))).eval()
+    convert_batchnorm(model)
+    x = torch.randn(5, 3, 4, 4)
+    traced = fx.symbolic_trace(model)
+    torch.testing.assert_close(traced(x), model(x))
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["0", "1"]
 
 
 def test_other_classes_named_batchnorm_are_untouched():

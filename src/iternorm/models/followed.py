@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from iternorm.layers.base import WhiteningNorm
 from iternorm.layers.norms import IterNorm1d, IterNorm2d, IterNorm3d
@@ -21,6 +22,9 @@ class Followed(WhiteningNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         output = super().forward(input, residual)
+        if isinstance(input, Proxy):
+            # The node calls this layer, followers and all.
+            return output
         for name in self.followers:
             output = getattr(self, name)(output)
         return output
