@@ -8,7 +8,7 @@ import third_party
 import torch
 from third_party import BatchNormAct2d, logits
 from torch import fx, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune, spectral_norm, weight_norm
 
 import iternorm
 from iternorm import (
@@ -294,6 +294,25 @@ def test_other_classes_named_batchnorm_are_untouched():
     convert_batchnorm(model)
     assert model[0] is frozen
     assert type(model[1]) is nn.InstanceNorm2d
+
+
+def test_weights_that_hooks_compute_are_still_computed():
+    torch.manual_seed(0)
+    x = torch.randn(16, 5)
+    for wrap in (weight_norm, spectral_norm, lambda linear: prune.random_unstructured(linear, "weight", 0.5)):
+        model = nn.Sequential(nn.Linear(5, 8), trained(nn.BatchNorm1d(8)), wrap(nn.Linear(8, 3))).eval()
+        prune.random_unstructured(model[1], "weight", 0.5)
+        expected, names = model(x), [name for name, _ in model.named_parameters()]
+        convert_batchnorm(decorrelate_features(model))
+        torch.testing.assert_close(model(x), expected)
+        assert [name for name, _ in model.named_parameters()] == names
+        model.train()(x).square().sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+        prune.remove(model.get_submodule("1"), "weight")
+        with torch.no_grad():
+            # Torch copies no weight that has a graph.
+            expected = model.eval()(x)
+            torch.testing.assert_close(iternorm.fold(model)[0](x), expected)
 
 
 def test_an_optimizer_made_before_still_trains_the_converted_model():

@@ -74,6 +74,8 @@ def carry(old: nn.Module, new: nn.Module, without: tuple[str, ...] = ()) -> None
     The tensors themselves are carried over, so optimizers and tied layers still hold them. Attributes that only `new`
     has stay.
     """
+    # Weight norm and pruning keep a weight under other names: the one that `new` was made with would stand in its way.
+    new._parameters.clear()
     for kind in ("_parameters", "_buffers", "_modules"):
         taken = {name: value for name, value in getattr(old, kind).items() if name not in without}
         getattr(new, kind).update(taken)

@@ -99,7 +99,9 @@ def _fold_decorrelated(model: nn.Module, table: FoldTable) -> nn.Module:
     """Fold the norm of each linear layer that `decorrelate_features` made into that layer."""
     replacements: dict[nn.Module, nn.Module] = {}
     for name, layer in model.named_modules():
-        if isinstance(layer, DecorrelatedLinear) and not dataflow.has_hooks(layer.norm):
+        # A weight that is computed from others, by weight norm or pruning, cannot be set.
+        own_weight = isinstance(layer, DecorrelatedLinear) and layer._parameters.get("weight") is not None
+        if own_weight and not dataflow.has_hooks(layer.norm):
             plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
             replace.carry(layer, plain, without=("norm",))
             replacements[layer] = fold_layers.with_weights(
