@@ -8,7 +8,7 @@ import third_party
 import torch
 from third_party import BatchNormAct2d, logits
 from torch import fx, nn
-from torch.nn.utils import parametrize, prune, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 import iternorm
 from iternorm import (
@@ -368,5 +368,9 @@ def test_decorrelated_features_are_the_last_dimension():
     torch.testing.assert_close(model(x), nn.functional.linear(expected, last.weight, last.bias))
     with pytest.raises(ValueError, match=r"the model has no nn\.Linear"):
         decorrelate_features(nn.Conv2d(3, 3, 1))
+    wrapped = nn.Sequential(nn.Linear(2, 2), parametrizations.weight_norm(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"the last linear layer, '1', is parametrized; decorrelate first"):
+        decorrelate_features(wrapped)
+    assert type(decorrelate_features(wrapped, name="0").get_submodule("0")) is iternorm.DecorrelatedLinear
     with pytest.raises(ValueError, match=r"name='head' is no nn.Linear of this model; it has '0'"):
         decorrelate_features(nn.Sequential(nn.Linear(2, 2)), name="head")

@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from iternorm.layers.norms import IterNorm1d
 from iternorm.models import replace
@@ -52,6 +53,12 @@ def decorrelate_features(
         ['1.weight', '1.bias', '1.norm.running_mean', '1.norm.running_whitening', '1.norm.num_batches_tracked']
     """
     linears = {key: layer for key, layer in model.named_modules() if type(layer) is nn.Linear}
+    kinds = [(key, parametrize.is_parametrized(m)) for key, m in model.named_modules() if isinstance(m, nn.Linear)]
+    if name is None and kinds and kinds[-1][1]:
+        raise ValueError(
+            f"the last linear layer, {kinds[-1][0]!r}, is parametrized; decorrelate first and parametrize then, or "
+            "give the name of another layer"
+        )
     taken = [key for key, layer in model.named_modules() if isinstance(layer, DecorrelatedLinear)]
     if name is None and taken:
         raise ValueError(f"the features are decorrelated already, before {taken[-1]!r}; give the name of another layer")
