@@ -10,6 +10,7 @@ import torch
 from fusible import ADDS, BasicBlock, Wired, assert_same, conv, count, pair
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from iternorm.models.fuse.junctions import Absorbed
 
@@ -95,7 +96,12 @@ def changed_between(m, x):
     return m.relu(z + x)
 
 
+def checkpointed(m, x):
+    return m.relu(m.norm(checkpoint(m.conv, x, use_reentrant=False)) + x)
+
+
 LEFT = {
+    "checkpointed": (checkpointed, "saves activations in another way"),
     "in training only": (in_training_only, "Wired does something else in training than in eval"),
     "by chance": (by_chance, "Wired draws random numbers in its forward"),
     "by torch's chance": (by_torchs_chance, "rand is called on nothing that comes from the input"),
@@ -147,7 +153,26 @@ def test_a_forward_with_options_or_types_stays():
         def first(self, x):
             return x if isinstance(x, torch.Tensor) else x[0]
 
-    for kind, words in ((Options, "takes more, or less, than one argument"), (Types, "isinstance in it")):
+    class Decorated(BasicBlock):
+        @torch.autocast("cpu", dtype=torch.bfloat16)
+        def forward(self, x):
+            return super().forward(x)
+
+    class DecoratedInside(BasicBlock):
+        def forward(self, x):
+            return self.inside(x)
+
+        @torch.autocast("cpu", dtype=torch.bfloat16)
+        def inside(self, x):
+            return super().forward(x)
+
+    kinds = (
+        (Options, "takes more, or less, than one argument"),
+        (Decorated, "a decorator in it"),
+        (DecoratedInside, "a decorator in it"),
+        (Types, "isinstance in it"),
+    )
+    for kind, words in kinds:
         plain, fused, report = pair(kind().double())
         assert words in dict(report.unfused)["bn2"]
         x = torch.randn(3, 8, 5, 5, dtype=torch.float64)

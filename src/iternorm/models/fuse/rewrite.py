@@ -22,7 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 # What code calls that asks for the type of a value, which a proxy does not have, or enters a context, which a graph
 # does not keep. no_grad is seen when it is entered.
-_BEYOND_VALUES = {"isinstance", "issubclass", "type", "hasattr", "autocast"}
+_BEYOND_VALUES = {"isinstance", "issubclass", "type", "hasattr", "autocast", "a decorator"}
+
+_CHECKPOINT = "a graph does not keep what saves activations in another way (checkpoint, save_on_cpu)"
 
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv")
 
@@ -96,7 +98,7 @@ def trace(module: nn.Module) -> fx.Graph:
             for each, _ in modes:
                 each.training = training
             tracer = _Tracer()
-            with _OnlyProxies():
+            with _OnlyProxies(), torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINT):
                 graph = tracer.trace(module)
             sources.append(graph.python_code("self").src)
     except CannotTraceError:
@@ -148,16 +150,18 @@ def _check_code(module: nn.Module) -> None:
 
 def _names(kind: Any) -> set[str]:
     """The names in the code of a class's forward, and of the class's methods that it names."""
-    found: set[str] = set()
+    found: set[str] = {"a decorator"} if hasattr(kind.forward, "__wrapped__") else set()
     codes = [inspect.unwrap(kind.forward).__code__]
     while codes:
         code = codes.pop()
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
         for name in set(code.co_names) - found:
             found.add(name)
-            method = getattr(getattr(kind, name, None), "__code__", None)
             # A value's `type` or `to` is no method of the module.
-            codes += [] if method is None or hasattr(nn.Module, name) else [method]
+            method = None if hasattr(nn.Module, name) else getattr(kind, name, None)
+            codes += [method.__code__] if hasattr(method, "__code__") else []
+            if hasattr(method, "__wrapped__"):
+                found.add("a decorator")
     return found
 
 
