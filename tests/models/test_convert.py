@@ -29,6 +29,17 @@ class BatchNormHalved(nn.BatchNorm2d):
         return super().forward(input) / 2
 
 
+class BatchNormMasked(nn.BatchNorm2d):
+    def forward(self, input, mask=None):
+        output = super().forward(input)
+        return output if mask is None else output * mask
+
+
+class BatchNormInEval(nn.BatchNorm2d):
+    def train(self, mode=True):
+        return super().train(False)
+
+
 class BatchNormNamed(nn.BatchNorm2d):
     """A subclass that only adds attributes."""
 
@@ -220,6 +231,8 @@ def test_what_cannot_be_converted_is_named():
         {
             "lazy": nn.LazyBatchNorm2d(),
             "halved": BatchNormHalved(4),
+            "masked": BatchNormMasked(4),
+            "in eval": BatchNormInEval(4),
             "parametrized": parametrized,
             "eps": nn.BatchNorm2d(4, eps=-1.0),
             "plain": nn.BatchNorm2d(4),
@@ -227,11 +240,13 @@ def test_what_cannot_be_converted_is_named():
     )
     old = dict(model.items())
     report = ConversionReport()
-    with pytest.warns(UserWarning, match=r"4 layer\(s\) were not converted") as caught:
+    with pytest.warns(UserWarning, match=r"6 layer\(s\) were not converted") as caught:
         convert_batchnorm(model, report=report)
     for name, word in (
         ("lazy", "run one batch first"),
         ("halved", "forward"),
+        ("masked", "forward"),
+        ("in eval", "train"),
         ("parametrized", "remove"),
         ("eps", "eps=-1"),
     ):
@@ -313,6 +328,28 @@ def test_weights_that_hooks_compute_are_still_computed():
             # Torch copies no weight that has a graph.
             expected = model.eval()(x)
             torch.testing.assert_close(iternorm.fold(model)[0](x), expected)
+
+
+def test_what_is_set_on_a_layer_does_not_call_the_old_one():
+    layer = nn.BatchNorm1d(4).eval()
+    layer.train = lambda mode=True: layer
+    compiled = nn.BatchNorm1d(4)
+    compiled.compile(backend="eager")
+    model = convert_batchnorm(nn.Sequential(layer, compiled), num_iters=20).train()
+    assert not model.get_submodule("0").training
+    torch.manual_seed(0)
+    y = model(torch.randn(64, 4) @ torch.randn(4, 4))
+    assert torch.corrcoef(y.T).triu(1).abs().max() < 0.1
+
+
+def test_a_model_on_the_meta_device_converts_both_ways():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    convert_batchnorm(model)
+    assert type(model[1]) is IterNorm2d
+    convert_to_batchnorm(model)
+    assert type(model[1]) is nn.BatchNorm2d
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
 
 
 def test_an_optimizer_made_before_still_trains_the_converted_model():

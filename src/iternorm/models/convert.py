@@ -86,7 +86,8 @@ def convert_batchnorm(
     A subclass that applies its own child modules after normalizing (timm's BatchNormAct2d: `drop`, then `act`) keeps
     them, under their names. A trial on a small random input shows whether it does that. A layer that cannot be
     converted stays as it is and is named in a warning: a lazy layer before its first batch, a parametrized one, a
-    subclass whose `forward` does something else, an eps or a momentum that IterNorm does not take.
+    subclass whose `forward` does something else or that has its own `train`, an eps or a momentum that IterNorm does
+    not take.
 
     With `fuse`, a ReLU that alone takes a whitening layer's output becomes part of the layer (``activation="relu"``),
     and so does an addition, with or without a ReLU after it (``layer(x, residual=z)``). Names, parameters and the
@@ -173,6 +174,8 @@ def _obstacle(layer: Any) -> str | None:
         return "has a forward of its own set on the instance; replace it by hand"
     if parametrize.is_parametrized(layer):
         return "is parametrized; remove the parametrization first (torch.nn.utils.parametrize)"
+    if type(layer).train is not nn.Module.train:
+        return "has a train of its own, which the new layer would not have; use a BatchNorm and iternorm.freeze"
     base = _base(layer)
     if base is None:
         return "is derived from _BatchNorm directly, so the rank of its input is not known; replace it by hand"
@@ -251,7 +254,8 @@ def _diagonal_obstacle(layer: WhiteningNorm) -> str | None:
     if layer.solver == "pca":
         return "averages whitening matrices along principal axes, whose diagonal is no scale of channels"
     diagonal = groups.unpad_vector(layer.running_whitening.diagonal(dim1=-2, dim2=-1), layer.num_features)
-    return None if bool((diagonal > 0).all()) else "has a whitening matrix whose diagonal is not positive"
+    positive = diagonal.is_meta or bool((diagonal > 0).all())
+    return None if positive else "has a whitening matrix whose diagonal is not positive"
 
 
 def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:

@@ -1,6 +1,7 @@
 """IterNorm in place of a BatchNorm subclass that does more than normalize: it applies child modules afterwards."""
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ FOLLOWED: dict[type, type] = {
 def applies_children(layer: Any, base: Any) -> bool:
     """Whether a layer is its base class and then its children in order: tried on a copy, in eval and in training."""
     if base not in _PROBE_SHAPES or (layer.running_mean is not None and layer.running_mean.is_meta):
+        return False
+    if len(inspect.signature(type(layer).forward).parameters) != 2:
+        # A second argument would be taken for a residual.
         return False
     probe = copy.deepcopy(layer)
     # Hooks may change the output, and are not part of the class.

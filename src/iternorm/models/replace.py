@@ -81,8 +81,10 @@ def carry(old: nn.Module, new: nn.Module, without: tuple[str, ...] = ()) -> None
         getattr(new, kind).update(taken)
     new._non_persistent_buffers_set |= old._non_persistent_buffers_set - set(without)
     carry_hooks(old, new)
+    # What `compile` leaves on a layer calls that layer, and not the new one.
+    without = (*without, "_compiled_call_impl", *(_FROZEN if is_frozen(old) else ()))
     for name, value in vars(old).items():
-        if name not in vars(new) and name not in without and name not in _FROZEN:
+        if name not in vars(new) and name not in without:
             new.__dict__[name] = value
     new.training = old.training
     if is_frozen(old):
