@@ -3,6 +3,7 @@
 import copy
 import pickle
 import sys
+from collections import UserDict
 
 import pytest
 import torch
@@ -106,6 +107,9 @@ def test_batches_of_other_kinds():
     x = torch.randn(8, 3)
     recalibrate(model, ({"pixels": x} for _ in range(2)), progress=False)
     torch.testing.assert_close(model.norm.running_mean, x.mean(0))
+    # What the processors of transformers return is a mapping, and no dict.
+    recalibrate(model, [UserDict(pixels=x - 1)], progress=False)
+    torch.testing.assert_close(model.norm.running_mean, x.mean(0) - 1)
     recalibrate(model, [{"x": x + 1}], forward=lambda model, batch: model(pixels=batch["x"]), progress=False)
     torch.testing.assert_close(model.norm.running_mean, x.mean(0) + 1)
 
