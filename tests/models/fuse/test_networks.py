@@ -197,6 +197,16 @@ def test_a_forward_that_is_no_function_stays():
     assert "Odd" in dict(report.unfused)["bn1"]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_part_in_torchscript_stays_and_the_rest_is_fused():
+    scripted = torch.jit.script(BasicBlock(3, 3))
+    report = ConversionReport()
+    with pytest.warns(UserWarning, match="convert the model before scripting it"):
+        model = convert_batchnorm(nn.Sequential(scripted, nn.BatchNorm2d(3), nn.ReLU()), fuse=True, report=report)
+    assert report.fused == [("1", "ReLU")]
+    assert model[0] is scripted
+
+
 def test_bad_arguments_leave_the_model_as_it_was():
     model = BasicBlock()
     with pytest.raises(ValueError, match="group_size=0"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -113,6 +114,9 @@ class _Planner:
 
     def sites(self) -> Iterator[_Site]:
         for module in self.names:
+            if isinstance(module, torch.jit.ScriptModule):
+                # Whitening layers cannot be in it, and its class has no forward to look at.
+                continue
             if isinstance(module, Followed):
                 yield self.chain(module, [module, *(module.get_submodule(name) for name in module.followers)])
             elif type(module).forward is nn.Sequential.forward and "forward" not in vars(module):
