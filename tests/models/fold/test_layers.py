@@ -237,6 +237,12 @@ def test_decorrelated_features_fold_into_their_linear_layer():
         assert type(folded[1]) is nn.Linear
         assert not list(folded[1].children())
     assert table[0][:3] == ("1.norm", "next", "1")
+    # As a BatchNorm it stays where it is.
+    back = iternorm.convert_to_batchnorm(model)
+    x = torch.randn(5, 6, dtype=torch.float64)
+    folded, table = fold(back)
+    assert not table
+    torch.testing.assert_close(folded(x), back(x))
 
 
 def test_training_mode_and_missing_statistics_are_errors():

@@ -101,7 +101,7 @@ def _fold_decorrelated(model: nn.Module, table: FoldTable) -> nn.Module:
     for name, layer in model.named_modules():
         # A weight that is computed from others, by weight norm or pruning, cannot be set.
         own_weight = isinstance(layer, DecorrelatedLinear) and layer._parameters.get("weight") is not None
-        if own_weight and not dataflow.has_hooks(layer.norm):
+        if own_weight and isinstance(layer.norm, WhiteningNorm) and not dataflow.has_hooks(layer.norm):
             plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
             replace.carry(layer, plain, without=("norm",))
             replacements[layer] = fold_layers.with_weights(
