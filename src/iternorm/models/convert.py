@@ -225,12 +225,13 @@ def convert_to_batchnorm(model: nn.Module, *, report: ConversionReport | None = 
     """
     report = ConversionReport() if report is None else report
     replacements, skipped = {}, []
+    joined = junctions.joined_norms(model)
     for name, layer in model.named_modules():
         if isinstance(layer, PerSampleWhitening):
             skipped.append((name, f"{type(layer).__name__} {_PER_SAMPLE}"))
         if not isinstance(layer, WhiteningNorm):
             continue
-        reason = _diagonal_obstacle(layer)
+        reason = _diagonal_obstacle(layer, is_joined=layer in joined)
         if reason is None:
             new = _to_batchnorm(layer)
             replacements[layer] = new
@@ -244,10 +245,10 @@ def convert_to_batchnorm(model: nn.Module, *, report: ConversionReport | None = 
     return model
 
 
-def _diagonal_obstacle(layer: WhiteningNorm) -> str | None:
+def _diagonal_obstacle(layer: WhiteningNorm, is_joined: bool) -> str | None:
     if isinstance(layer, LazyModuleMixin):
         return _LAZY
-    if layer.activation is not None and not junctions.is_joined(layer):
+    if layer.activation is not None and not is_joined:
         return f"has activation={layer.activation!r} in it, which no BatchNorm has; put a module behind it instead"
     if layer.running_whitening is None:
         return None

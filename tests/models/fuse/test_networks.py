@@ -21,7 +21,7 @@ from fusible import (
     pair,
 )
 from third_party import BatchNormAct2d, logits
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 import iternorm
@@ -131,6 +131,20 @@ def test_a_fused_network_folds_as_the_unfused_one(name):
         assert table == expected_table
         assert [type(m) for m in folded.modules()] == [type(m) for m in expected.modules()]
     assert count(fused) != count(plain)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_graph_of_a_fused_network_keeps_its_relus(name):
+    build, shape, _ = NETWORKS[name]
+    _, fused, _ = pair(build().double())
+    x = torch.randn(4, *shape, dtype=torch.float64)
+    expected = fused.eval()(x)
+    traced = fx.symbolic_trace(fused)
+    torch.testing.assert_close(fold(traced)[0](x), expected, rtol=1e-10, atol=1e-10)
+    with pytest.warns(UserWarning, match="has activation='relu' in it, which no BatchNorm has"):
+        back = convert_to_batchnorm(traced)
+    torch.testing.assert_close(back(x), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(convert_to_batchnorm(fused)(x), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_statistics_are_recalibrated_and_frozen_as_before():

@@ -66,6 +66,7 @@ def plan(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> Plan:
 
 def separate(model: nn.Module) -> None:
     """Undo `Plan.apply`: modules have their own forward again, and ReLUs stand where they stood."""
+    joined = joined_norms(model)
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if isinstance(child, Absorbed):
@@ -73,14 +74,23 @@ def separate(model: nn.Module) -> None:
                 replace.carry_hooks(child, relu)
         if isinstance(module, rewrite.Rewritten):
             module.__class__ = module.original_class
-        if isinstance(module, WhiteningNorm) and is_joined(module):
+        if module in joined:
             del module._joined
             _activate(module, None)
 
 
-def is_joined(norm: WhiteningNorm) -> bool:
-    """Whether a whitening layer applies a ReLU that stood behind it."""
-    return "_joined" in vars(norm)
+def joined_norms(model: nn.Module) -> set[Any]:
+    """The whitening layers that apply a ReLU which `separate` can put back.
+
+    A graph that was traced from a fused model has no place for it: the layers that it calls keep their activation.
+    """
+    norms = {module for module in model.modules() if isinstance(module, WhiteningNorm) and "_joined" in vars(module)}
+    for graph_module in model.modules():
+        if isinstance(graph_module, fx.GraphModule):
+            targets = (str(node.target) for node in graph_module.graph.nodes if node.op == "call_module")
+            called = map(graph_module.get_submodule, targets)
+            norms -= {layer for layer in called if not isinstance(layer, Followed)}
+    return norms
 
 
 class _Planner:
