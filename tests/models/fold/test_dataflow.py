@@ -59,6 +59,21 @@ def test_a_neighbour_that_is_not_the_norms_alone_is_left_as_it_is(name):
     assert table[0].into == ""
 
 
+def test_a_dropout_that_still_drops_is_not_passed():
+    model = settled(nn.Sequential(nn.ReLU(), IterNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)))
+    x = torch.randn(16, 4, dtype=torch.float64)
+    check(model, x, ["next"])
+    # Monte Carlo dropout: the rest is in eval mode.
+    model[2].train()
+    folded, table = fold(model)
+    assert table[0].how == "pointwise"
+    results = []
+    for each in (model, folded):
+        torch.manual_seed(0)
+        results.append(each(x))
+    torch.testing.assert_close(*results)
+
+
 def test_a_model_output_with_the_convolutions_own_output():
     model = settled(Wired(lambda m, x: (m.norm(y := m.conv(x)), y)))
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)

@@ -90,7 +90,7 @@ def traced(model: nn.Module) -> Flow:
         alone = source is not residual
         while isinstance(source, fx.Node):
             alone = alone and len(source.users) == 1
-            if not isinstance(called.get(source), _PASSING):
+            if not _passes(called.get(source)):
                 break
             source = _source(source)
         if alone and isinstance(source, fx.Node) and is_linear_map(called.get(source)) and called[source] in once:
@@ -98,11 +98,16 @@ def traced(model: nn.Module) -> Flow:
         target = node
         while len(target.users) == 1:
             target = next(iter(target.users))
-            if not isinstance(called.get(target), _PASSING):
+            if not _passes(called.get(target)):
                 if is_linear_map(called.get(target)) and called[target] in once:
                     flow.following[norm] = called[target]
                 break
     return flow
+
+
+def _passes(layer: Any) -> bool:
+    """Whether a layer gives back its input. Dropout that was left in training mode does not."""
+    return isinstance(layer, _PASSING) and (isinstance(layer, nn.Identity) or not layer.training)
 
 
 def _source(node: fx.Node) -> Any:
