@@ -141,6 +141,8 @@ def test_a_pass_that_fails_changes_nothing(batches, error, message):
 def test_layers_without_statistics_and_layers_never_reached():
     with pytest.raises(ValueError, match="has no whitening or BatchNorm layer with running statistics"):
         recalibrate(nn.Sequential(IterNorm1d(3, track_running_stats=False)), [torch.randn(4, 3)])
+    with pytest.raises(ValueError, match=r"frozen layers are left alone until iternorm\.unfreeze"):
+        recalibrate(freeze(nn.Sequential(IterNorm1d(3))), [torch.randn(4, 3)])
     model = nn.ModuleDict({"used": IterNorm1d(3), "unused": nn.BatchNorm1d(3)})
     with pytest.warns(UserWarning, match="no batch reached these layers, which keep their statistics: unused"):
         recalibrate(model, [torch.randn(4, 3)], forward=lambda m, x: m.get_submodule("used")(x), progress=False)

@@ -80,7 +80,10 @@ def recalibrate(
     layers = {name: layer for name, layer in _layers(model) if layer.running_mean is not None}
     layers = {name: layer for name, layer in layers.items() if not replace.is_frozen(layer)}
     if not layers:
-        raise ValueError("the model has no whitening or BatchNorm layer with running statistics to recalibrate")
+        raise ValueError(
+            "the model has no whitening or BatchNorm layer with running statistics to recalibrate; frozen layers are "
+            "left alone until iternorm.unfreeze"
+        )
     moments = {name: _Moments() for name in layers}
     run = _run if forward is None else forward
     num_batches = 0
