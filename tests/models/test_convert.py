@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import third_party
@@ -183,6 +184,35 @@ def test_shared_layers_stay_shared():
     assert model.get_submodule("a.0") is model.get_submodule("b.1")
 
 
+def test_a_forward_over_a_list_uses_the_new_layers():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.relu = nn.Conv2d(3, 4, 1), trained(nn.BatchNorm2d(4)), nn.ReLU()
+            self.steps = [self.conv, self.norm, self.relu, torch.tanh]
+
+        def forward(self, x):
+            for step in self.steps:
+                x = step(x)
+            return x
+
+    torch.manual_seed(0)
+    for fuse in (False, True):
+        model, x = Listed().eval(), torch.randn(5, 3, 4, 4)
+        expected = model(x)
+        convert_batchnorm(model, fuse=fuse)
+        assert model.steps[1] is model.norm
+        assert type(model.norm) is IterNorm2d
+        torch.testing.assert_close(model(x), expected)
+        folded: Any = iternorm.fold(model)[0]
+        assert folded.steps[0] is folded.conv
+        assert type(folded.steps[1]) is nn.Identity
+        torch.testing.assert_close(folded(x), expected)
+        convert_to_batchnorm(model)
+        assert type(model.steps[1]) is nn.BatchNorm2d
+        torch.testing.assert_close(model(x), expected)
+
+
 def test_where():
     def network():
         return nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(8)))
@@ -261,6 +291,7 @@ def test_what_cannot_be_converted_is_named():
 def test_a_batchnorm_with_an_activation_keeps_it(training):
     torch.manual_seed(0)
     layer = trained(BatchNormAct2d(6, act_layer=nn.PReLU, drop=0.3))
+    layer.register_module("unset", None)
     model = nn.Sequential(nn.Conv2d(3, 6, 1), layer).train(training)
     x = torch.randn(5, 3, 4, 4)
     keys = set(model.state_dict())

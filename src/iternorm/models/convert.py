@@ -209,7 +209,7 @@ def _to_iternorm(layer: Any, options: dict[str, Any]) -> nn.Module:
         if new.num_batches_tracked is None or new.num_batches_tracked.is_meta:
             new.num_batches_tracked = torch.tensor(0, device=variance.device)
     if follows:
-        new.followers = tuple(layer._modules)
+        new.followers = tuple(name for name, child in layer._modules.items() if child is not None)
         new.batchnorm_class = type(layer)
     return new
 

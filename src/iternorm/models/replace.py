@@ -107,6 +107,11 @@ def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module
         for name, child in parent._modules.items():
             if child is not None and child in replacements and replacements[child] is not parent:
                 parent._modules[name] = replacements[child]
+        # A forward may run over a list of children that are registered elsewhere.
+        for name, value in vars(parent).items():
+            if type(value) in (list, tuple) and any(isinstance(v, nn.Module) and v in replacements for v in value):
+                new = [replacements.get(v, v) if isinstance(v, nn.Module) else v for v in value]
+                vars(parent)[name] = type(value)(new)
     return replacements.get(model, model)
 
 

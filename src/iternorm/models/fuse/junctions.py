@@ -67,11 +67,12 @@ def plan(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> Plan:
 def separate(model: nn.Module) -> None:
     """Undo `Plan.apply`: modules have their own forward again, and ReLUs stand where they stood."""
     joined = joined_norms(model)
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if isinstance(child, Absorbed):
-                module._modules[name] = relu = nn.ReLU(child.inplace).train(child.training)
-                replace.carry_hooks(child, relu)
+    absorbed = [module for module in model.modules() if isinstance(module, Absorbed)]
+    relus = [nn.ReLU(each.inplace).train(each.training) for each in absorbed]
+    for each, relu in zip(absorbed, relus, strict=True):
+        replace.carry_hooks(each, relu)
+    replace.replace_modules(model, dict(zip(absorbed, relus, strict=True)))
+    for module in model.modules():
         if isinstance(module, rewrite.Rewritten):
             module.__class__ = module.original_class
         if module in joined:
@@ -232,9 +233,8 @@ class _Planner:
 
 def _absorb(site: _Site, junction: Junction) -> None:
     assert junction.relu is not None
-    path, _, name = str(junction.relu.target).rpartition(".")
     relu: Any = site.called[junction.relu]
-    site.module.get_submodule(path)._modules[name] = Absorbed(relu).train(relu.training)
+    replace.replace_modules(site.module, {relu: Absorbed(relu).train(relu.training)})
 
 
 def _join(norm: Any) -> None:
