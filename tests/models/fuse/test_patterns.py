@@ -166,13 +166,12 @@ def test_a_forward_with_options_or_types_stays():
         def inside(self, x):
             return super().forward(x)
 
-    kinds = (
+    for kind, words in (
         (Options, "takes more, or less, than one argument"),
         (Decorated, "a decorator in it"),
         (DecoratedInside, "a decorator in it"),
         (Types, "isinstance in it"),
-    )
-    for kind, words in kinds:
+    ):
         plain, fused, report = pair(kind().double())
         assert words in dict(report.unfused)["bn2"]
         x = torch.randn(3, 8, 5, 5, dtype=torch.float64)

@@ -99,9 +99,10 @@ def _fold_decorrelated(model: nn.Module, table: FoldTable) -> nn.Module:
     """Fold the norm of each linear layer that `decorrelate_features` made into that layer."""
     replacements: dict[nn.Module, nn.Module] = {}
     for name, layer in model.named_modules():
+        if not isinstance(layer, DecorrelatedLinear) or not isinstance(layer.norm, WhiteningNorm):
+            continue
         # A weight that is computed from others, by weight norm or pruning, cannot be set.
-        own_weight = isinstance(layer, DecorrelatedLinear) and layer._parameters.get("weight") is not None
-        if own_weight and isinstance(layer.norm, WhiteningNorm) and not dataflow.has_hooks(layer.norm):
+        if layer._parameters.get("weight") is not None and not dataflow.has_hooks(layer.norm):
             plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
             replace.carry(layer, plain, without=("norm",))
             replacements[layer] = fold_layers.with_weights(

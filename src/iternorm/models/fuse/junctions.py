@@ -75,9 +75,9 @@ def separate(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, rewrite.Rewritten):
             module.__class__ = module.original_class
-        if module in joined:
-            del module._joined
-            _activate(module, None)
+    for norm in joined:
+        del norm._joined
+        _activate(norm, None)
 
 
 def joined_norms(model: nn.Module) -> set[Any]:

@@ -158,7 +158,7 @@ def _names(kind: Any) -> set[str]:
         for name in set(code.co_names) - found:
             found.add(name)
             # A value's `type` or `to` is no method of the module.
-            method = None if hasattr(nn.Module, name) else getattr(kind, name, None)
+            method: Any = None if hasattr(nn.Module, name) else getattr(kind, name, None)
             codes += [method.__code__] if hasattr(method, "__code__") else []
             if hasattr(method, "__wrapped__"):
                 found.add("a decorator")
