@@ -55,6 +55,23 @@ def test_a_claim_tells_the_numbers_their_difference_and_its_error():
     assert (claim.verdict, claim.evidence) == (Verdict.NOT_RUN, "a 7.00 (one seed), b not run")
 
 
+def test_much_worse_is_a_tenth_worse_than_all_but_the_first():
+    first, middle = Seeds((90.0, 90.1, 90.2)), Seeds((10.0, 10.1, 10.2))
+    worse, slightly = Seeds((12.0, 12.1, 12.2)), Seeds((10.5, 10.6, 10.7))
+    assert outcomes.last_is_much_worse([first, middle, worse]).verdict is Verdict.HOLDS
+    assert outcomes.last_is_much_worse([first, middle, slightly]).verdict is Verdict.FAILS
+    assert outcomes.last_is_much_worse([first, middle, slightly, worse]).verdict is Verdict.HOLDS
+    assert outcomes.last_is_much_worse([first, Seeds(()), worse]).verdict is Verdict.NOT_RUN
+
+
+def test_extremes_are_worse_where_both_are():
+    low, middle, high = Seeds((3.0, 3.1, 3.2)), Seeds((5.0, 5.1, 5.2)), Seeds((7.0, 7.1, 7.2))
+    assert outcomes.extremes_are_worse([high, low, high]).verdict is Verdict.HOLDS
+    assert outcomes.extremes_are_worse([high, middle, low, middle]).verdict is Verdict.UNDECIDED
+    assert outcomes.extremes_are_worse([high, middle, low]).verdict is Verdict.FAILS
+    assert outcomes.extremes_are_worse([low, middle, high]).verdict is Verdict.FAILS
+
+
 def test_the_test_set_is_as_large_as_the_result_says():
     assert outcomes.num_test([]) is None
     assert outcomes.num_test([result(1.0, data="cifar10")]) == 10_000

@@ -118,6 +118,9 @@ def test_no_significant_difference_needs_one_that_could_be_seen():
     assert is_no_lower(Seeds((29.4,)), Seeds((28.3,)), visible=0.4, num_test=50_000) == FOR
     assert is_no_lower(Seeds((28.3,)), Seeds((29.4,)), visible=0.4, num_test=50_000) == AGAINST
     assert is_no_lower(Seeds((3.0, 3.0)), Seeds((3.0, 3.0)), visible=0.4) == UNDECIDED
+    assert is_no_lower(Seeds((3.0, 3.0)), Seeds((3.0, 3.0, 3.0)), visible=0.4) == UNDECIDED
+    assert is_no_lower(equal, Seeds((3.05, 3.15, 3.25), 1), visible=0.4) == UNDECIDED
+    assert is_no_lower(equal._replace(num_diverged=1), Seeds((3.05, 3.15, 3.25)), visible=0.4) == UNDECIDED
     assert is_no_lower(Seeds(()), equal, visible=0.4) == NOT_RUN
     assert is_no_lower(Seeds((), 3), equal, visible=0.4) == HOLDS
 
@@ -165,6 +168,33 @@ def test_what_is_left_of_several_seeds_is_no_single_one():
     assert is_below(Seeds((5.0,), 2), 10.0) == UNDECIDED
     assert is_above(Seeds((90.0,)), 85.0) == FOR
     assert is_below(Seeds((5.0, 5.1, 5.2)), 10.0) == HOLDS
+
+
+@pytest.mark.parametrize(
+    ("seeds", "below", "above"),
+    [
+        (Seeds(()), NOT_RUN, NOT_RUN),
+        (Seeds((5.0, 5.1, 5.2)), HOLDS, FAILS),
+        (Seeds((15.0, 15.1, 15.2)), FAILS, HOLDS),
+        (Seeds((9.0, 10.0, 11.0)), UNDECIDED, UNDECIDED),
+        # What diverged is above any number, and spoils what the others say of being below it.
+        (Seeds((), 1), AGAINST, FOR),
+        (Seeds((), 3), FAILS, HOLDS),
+        (Seeds((5.0, 5.1, 5.2), 1), UNDECIDED, UNDECIDED),
+        (Seeds((15.0, 15.1, 15.2), 1), FAILS, HOLDS),
+    ],
+)
+def test_below_and_above_a_fixed_number(seeds, below, above):
+    assert (is_below(seeds, 10.0), is_above(seeds, 10.0)) == (below, above)
+
+
+def test_a_single_test_error_beyond_a_number_counts_with_its_binomial_error():
+    # 90 % of 10,000 images is good to 0.3 points.
+    assert is_above(Seeds((90.5,)), 90.0, num_test=10_000) == NEITHER
+    assert is_above(Seeds((90.7,)), 90.0, num_test=10_000) == FOR
+    assert is_below(Seeds((9.5,)), 10.0, num_test=10_000) == NEITHER
+    assert is_below(Seeds((9.3,)), 10.0, num_test=10_000) == FOR
+    assert is_below(Seeds((9.5,)), 10.0) == FOR
 
 
 def test_a_deviation_has_the_decimals_of_its_mean():
