@@ -9,7 +9,7 @@ import torch
 from analyzed import images, network
 from torch import nn
 
-from iternorm.analysis import analyze
+from iternorm.analysis import analyze, batch_norm
 
 
 class TestModelIsLeftAsItWas:
@@ -109,6 +109,8 @@ class TestBadInput:
     def test_fewer_examples_than_the_batch_size(self):
         with pytest.raises(ValueError, match=r"batch_sizes holds 64, but layer '1' saw only 32 examples"):
             analyze(network(), images(), batch_sizes=(8, 64))
+        with pytest.raises(ValueError, match=r"batch_sizes holds 33, but layer '1' saw only 32 examples"):
+            analyze(network(), images(), batch_sizes=(33,))
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_data_that_is_not_finite_is_named_with_its_layer(self, value):
@@ -133,6 +135,10 @@ class TestBadInput:
     def test_one_draw(self):
         with pytest.raises(ValueError, match="draws is 1"):
             analyze(network(), images(), draws=1)
+
+    def test_two_alternatives_of_one_name(self):
+        with pytest.raises(ValueError, match="alternatives holds 'BN' more than once"):
+            analyze(network(), images(), batch_sizes=(4,), alternatives=[batch_norm(), batch_norm(1e-3)])
 
     def test_unknown_mode(self):
         with pytest.raises(ValueError, match="mode is 'test'"):

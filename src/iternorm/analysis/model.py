@@ -77,7 +77,7 @@ def analyze(
     Raises:
         TypeError: `model` is not a module.
         ValueError: No normalization layer, an unknown name, no batches, a batch of one example in train mode, fewer
-            examples than a batch size, NaN or Inf in the input of a layer (named).
+            examples than a batch size, two alternatives of one label, NaN or Inf in the input of a layer (named).
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
@@ -98,6 +98,12 @@ def analyze(
             raise ValueError(f"batch_sizes holds {size}, but a batch needs 2 or more examples to have a variance")
     if alternatives is None:
         alternatives = ALTERNATIVES if batch_sizes else ()
+    labels = [operation.label for operation in alternatives]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(
+                f"alternatives holds {label!r} more than once: analyze those that differ in eps one by one"
+            )
     found = find_layers(model, layers)
     pools = _pools(found, batch_sizes, alternatives, pool_size, memory_budget, seed)
     probes = {name: LayerProbe(name, layer, positions, pools.get(name), seed) for name, layer in found.items()}
