@@ -122,6 +122,9 @@ def test_layer_norm_channels_are_last():
     expected = condition_number(covariance(tokens.double().flatten(0, 1)))
     assert layer.before.condition_number == pytest.approx(expected.item(), rel=1e-3)
     assert [(n.snd, n.standard_error, n.relative) for n in layer.noise] == [(0, 0, 0)]
+    # Of several dimensions that it normalizes over, the first.
+    (layer,) = analyze(nn.Sequential(nn.LayerNorm((3, 5))), [torch.randn(16, 3, 5)], batch_sizes=()).layers
+    assert (layer.num_channels, layer.num_positions) == (3, 5)
 
 
 def test_group_norm_and_sync_batch_norm_inputs():
@@ -159,7 +162,8 @@ def test_a_layer_that_is_called_twice_sees_both():
 
 def test_noise_of_own_operation_and_alternatives_is_snd_of_the_inputs():
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
-    batches = [torch.randn(50, 6) for _ in range(3)]
+    # A mean that is no part of the noise.
+    batches = [torch.randn(50, 6) + 10 for _ in range(3)]
     (layer,) = analyze(model, batches, batch_sizes=(4, 16), alternatives=[batch_norm(), iter_norm(3)]).layers
     with torch.no_grad():
         data = model[0](torch.cat(batches))
@@ -171,6 +175,13 @@ def test_noise_of_own_operation_and_alternatives_is_snd_of_the_inputs():
     assert by_name["BN"].noise == layer.noise
     expected = condition_number(iter_norm(3).normalized_covariance(covariance(data)))
     assert by_name["IterNorm T=3"].condition_number == pytest.approx(expected.item(), rel=1e-3)
+
+
+def test_noise_is_that_of_the_eps_of_each_operation():
+    model, batches = nn.Sequential(nn.BatchNorm1d(6, eps=10.0)), [torch.randn(50, 6) for _ in range(3)]
+    (layer,) = analyze(model, batches, batch_sizes=(4,), alternatives=[batch_norm()]).layers
+    # The variance is 1: an eps of 10 makes the output, and its noise, smaller by a third or more.
+    assert layer.noise[0].snd < 0.7 * layer.alternatives[0].noise[0].snd
 
 
 def test_noise_of_images_counts_every_position():
@@ -211,12 +222,18 @@ def test_memory_for_noise_stays_within_its_budget():
     assert layer.noise_pool == 32
 
 
+def test_the_pool_holds_four_of_the_largest_batches():
+    batches = [torch.randn(50, 4) for _ in range(8)]
+    (layer,) = analyze(nn.Sequential(nn.BatchNorm1d(4)), batches, batch_sizes=(64,), pool_size=64).layers
+    assert layer.noise_pool == 256
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: nn.BatchNorm1d(5, momentum=1.0, affine=False),
-        lambda: iternorm.IterNorm1d(5, momentum=1.0, affine=False, group_size=3),
-        lambda: iternorm.DecorrelatedBatchNorm1d(5, momentum=1.0, affine=False, running="covariance"),
+        lambda: nn.BatchNorm1d(5, 0.1, momentum=1.0, affine=False),
+        lambda: iternorm.IterNorm1d(5, 0.1, momentum=1.0, affine=False, group_size=3),
+        lambda: iternorm.DecorrelatedBatchNorm1d(5, 0.1, momentum=1.0, affine=False, running="covariance"),
     ],
 )
 def test_drift_is_the_distance_of_outputs(make):

@@ -74,6 +74,8 @@ def test_condition_number_of_a_diagonal(generator):
     covariance = rotation @ torch.diag(torch.tensor([50.0, 7, 3, 2], dtype=torch.float64)) @ rotation.T
     assert analysis.condition_number(covariance).item() == pytest.approx(25)
     assert analysis.condition_number(torch.eye(3)) == 1
+    # In fp32 rounding reaches 1e-7 of the largest eigenvalue, not 1e-5.
+    assert analysis.condition_number(torch.diag(torch.tensor([1.0, 1e-5]))).item() == pytest.approx(1e5)
 
 
 def test_condition_number_without_full_rank_is_infinite(generator):

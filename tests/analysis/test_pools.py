@@ -17,7 +17,8 @@ OPERATIONS = [
 ]
 
 
-@pytest.mark.parametrize("channels", [6, 20, 27])
+# Of 23, groups of 4 are cut from two blocks of 8 and one of 7.
+@pytest.mark.parametrize("channels", [6, 20, 23, 27])
 @pytest.mark.parametrize("split", [[24], [3, 9, 12], [1, 1, 5, 6, 11]])
 @pytest.mark.parametrize("positions", [(), (2, 3)])
 def test_maps_are_those_of_the_examples(channels, split, positions, generator):

@@ -191,6 +191,9 @@ def test_operation_of_layers():
     dbn = iternorm.DecorrelatedBatchNorm2d(4, solver="pca", group_size=None, eps=1e-3)
     assert operation_of(dbn) == decorrelated_batch_norm("pca", None, 1e-3)
     assert operation_of(nn.LayerNorm(4)) is None
+    for word, value in (("correction", 1), ("shrinkage", 0.1), ("shuffle", True)):
+        other = iternorm.IterNorm1d(4, track_running_stats=False, **{word: value})
+        assert operation_of(other) is None, word
 
 
 @pytest.mark.parametrize(
@@ -225,6 +228,7 @@ def test_labels():
         ({"samples": 0}, "samples is 0"),
         ({"samples": torch.zeros(3, 5)}, r"\(3, 5\), but \[N, 4"),
         ({"data": torch.full((20, 4), torch.nan)}, "data hold NaN or Inf"),
+        ({"samples": torch.full((3, 4), torch.inf)}, "samples hold NaN or Inf"),
         ({"data": torch.zeros(20)}, r"shape \(20,\)"),
         ({"operation": lambda batch, samples: samples[:, :2]}, "operation returned shape"),
     ],

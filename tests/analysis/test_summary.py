@@ -34,7 +34,14 @@ class TestSummary:
         assert "IterNorm T=3 d=64" in result.table()
         assert "SND at B=4" in result.table(batch_size=4)
 
+    def test_alternatives_are_shown_at_the_largest_batch_size(self, result):
+        assert "SND at B=16" in result.table()
+        assert result.alternative_rows() == result.alternative_rows(16) != result.alternative_rows(4)
+
     def test_table_says_where_estimates_fall_short(self, result):
         assert "SND at B=16 is too small by about 29%: only 32 examples" in result.table()
-        few = analyze(nn.Sequential(nn.BatchNorm1d(9)), [torch.randn(8, 9)], batch_sizes=())
-        assert "fewer samples than channels" in few.table()
+        three_quarters = analyze(network(), images(), layers=["1"], batch_sizes=(24,))
+        assert "SND at B=24 is too small by about 50%: only 32 examples" in three_quarters.table()
+        for count in (8, 9):
+            few = analyze(nn.Sequential(nn.BatchNorm1d(9)), [torch.randn(count, 9)], batch_sizes=())
+            assert "no more samples than channels" in few.table()

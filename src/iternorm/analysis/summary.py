@@ -158,7 +158,7 @@ class ModelAnalysis:
         notes = ["κ: condition number; |r|: mean absolute correlation; rank: effective rank; SND: batch noise"]
         few = [layer.name or "(model)" for layer in self.layers if layer.num_samples <= layer.num_channels]
         if few:
-            notes.append(f"fewer samples than channels, so κ is infinite (give more batches): {', '.join(few)}")
+            notes.append(f"no more samples than channels, so κ is infinite (give more batches): {', '.join(few)}")
         infinite = [
             layer.name or "(model)"
             for layer in self.layers
