@@ -98,14 +98,26 @@ def test_hooks_see_what_they_saw():
         torch.testing.assert_close(seen[0], seen[1], rtol=1e-10, atol=1e-10)
 
 
+def test_a_neighbour_whose_gradients_are_watched_is_left():
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    for register in (nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook):
+        model = settled(Wired(lambda m, x: m.norm(m.conv(x)).relu()))
+        register(model.conv, lambda *_: None)
+        check(model, x, ["pointwise"])
+
+
 def test_parametrized_and_overridden_neighbours_are_left():
     class Doubled(nn.Conv2d):
         def forward(self, input):
             return 2 * super().forward(input)
 
+    # As tools do that put a function of their own around a layer.
+    wrapped = nn.Conv2d(4, 4, 3)
+    inner = wrapped.forward
+    wrapped.forward = lambda input: 2 * inner(input)  # pyright: ignore[reportAttributeAccessIssue]
     chain = lambda m, x: m.norm(m.conv(x)).relu()  # noqa: E731
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
-    for conv in (parametrizations.weight_norm(nn.Conv2d(4, 4, 3)), Doubled(4, 4, 3)):
+    for conv in (parametrizations.weight_norm(nn.Conv2d(4, 4, 3)), Doubled(4, 4, 3), wrapped):
         check(settled(Wired(chain, conv=conv)), x, ["pointwise"])
 
 
@@ -139,6 +151,17 @@ def test_a_linear_layer_whose_features_are_not_channels():
     folded, table = fold(model, x)
     assert table[0].how == "pointwise"
     torch.testing.assert_close(folded(x), model(x), rtol=1e-10, atol=1e-10)
+    # Over a width that is as large as the number of channels.
+    model = settled(nn.Sequential(nn.Linear(5, 6), IterNorm2d(6), nn.Linear(6, 5)))
+    check(model, torch.randn(3, 6, 2, 5, dtype=torch.float64), ["pointwise"])
+
+
+def test_a_norm_with_an_activation_does_not_go_into_the_layer_after():
+    converted = convert_batchnorm(nn.Sequential(BatchNormAct2d(6, drop=0.1)), group_size=4)[0]
+    for norm in (IterNorm2d(6, activation="relu"), converted):
+        model = settled(nn.Sequential(nn.ReLU(), norm, nn.Conv2d(6, 3, 1)))
+        _, table = check(model, torch.randn(2, 6, 5, 5, dtype=torch.float64), ["pointwise"])
+        assert "next: an activation lies between" in table[0].reason
 
 
 def test_a_norm_with_an_activation_folds_and_keeps_it():

@@ -237,12 +237,24 @@ def test_decorrelated_features_fold_into_their_linear_layer():
         assert type(folded[1]) is nn.Linear
         assert not list(folded[1].children())
     assert table[0][:3] == ("1.norm", "next", "1")
+    seen = []
+    model[1].norm.register_forward_hook(lambda module, args, output: seen.append(output))
+    folded, _ = fold(model)
+    x = torch.randn(5, 6, dtype=torch.float64)
+    torch.testing.assert_close(folded(x), model(x), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(*seen, rtol=1e-10, atol=1e-10)
     # As a BatchNorm it stays where it is.
     back = iternorm.convert_to_batchnorm(model)
-    x = torch.randn(5, 6, dtype=torch.float64)
     folded, table = fold(back)
     assert not table
     torch.testing.assert_close(folded(x), back(x))
+
+
+def test_the_table_is_in_the_order_of_the_model():
+    by_sample = iternorm.GroupWhitening2d(4, num_groups=2)
+    model = nn.Sequential(by_sample, nn.Conv2d(4, 6, 1), IterNorm2d(6), nn.Flatten(), nn.Linear(6, 3))
+    _, table = fold(iternorm.decorrelate_features(model).eval())
+    assert [row[:2] for row in table] == [("0", "kept"), ("2", "previous"), ("4.norm", "next")]
 
 
 def test_training_mode_and_missing_statistics_are_errors():
@@ -256,6 +268,10 @@ def test_training_mode_and_missing_statistics_are_errors():
         fold(model)
     with pytest.raises(ValueError, match="is in training mode"):
         fold_pointwise(norm)
+    with pytest.raises(ValueError, match="is in training mode"):
+        fold_into_previous_layer(model[0], norm)
+    with pytest.raises(ValueError, match="is in training mode"):
+        fold_into_next_layer(norm, nn.Conv2d(4, 3, 1))
     model = nn.Sequential(nn.Conv2d(3, 4, 1), IterNorm2d(4, track_running_stats=False)).eval()
     with pytest.raises(ValueError, match="1 keeps no running statistics"):
         fold(model)
@@ -263,6 +279,27 @@ def test_training_mode_and_missing_statistics_are_errors():
         fold_into_previous_layer(nn.ReLU(), IterNorm2d(4).eval())
     with pytest.raises(ValueError, match=r"matrix has shape \[3, 3\]"):
         iternorm.fold_into_previous(torch.eye(4), None, torch.eye(3), torch.zeros(3))
+
+
+def test_an_activation_does_not_go_into_weights():
+    norm, conv = IterNorm2d(4, activation="relu").eval(), nn.Conv2d(4, 4, 1)
+    for call in (
+        lambda: fold_pointwise(norm),
+        lambda: fold_into_previous_layer(conv, norm),
+        lambda: fold_into_next_layer(norm, conv),
+    ):
+        with pytest.raises(ValueError, match="has activation='relu' in it, which weights cannot take in"):
+            call()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_frozen_neighbour_stays_frozen(trained):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), IterNorm2d(4)).eval()
+    model[0].requires_grad_(trained)
+    folded, _ = fold(model)
+    assert [parameter.requires_grad for parameter in folded.parameters()] == [trained] * 2
+    assert not any(layer.training for layer in folded.modules())
+    assert not fold_pointwise(model[1]).training
 
 
 def test_a_model_without_whitening_is_copied():
