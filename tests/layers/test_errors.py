@@ -73,3 +73,12 @@ def test_an_attribute_spoiled_later_is_refused_and_nothing_is_changed():
         with pytest.raises(ValueError, match=name if name != "group_size" else "running_whitening has shape"):
             layer(torch.randn(4, 8, 2, 2))
         assert_same_state(layer, before)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean"])
+def test_a_vector_of_another_width_is_refused_by_name(name):
+    layer = IterNorm2d(8)
+    vector = torch.ones(1)
+    setattr(layer, name, vector if name == "running_mean" else torch.nn.Parameter(vector))
+    with pytest.raises(ValueError, match=rf"{name} has shape \[1\]; 8 channels need \[8\]"):
+        layer(torch.randn(4, 8, 2, 2))

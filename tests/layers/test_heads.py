@@ -142,6 +142,15 @@ def test_gradients_of_shuffled_groups_are_exact():
     torch.testing.assert_close(y.square().mean(0), torch.ones(6, dtype=torch.float64), rtol=1e-2, atol=1e-2)
 
 
+def test_what_is_added_to_shuffled_groups_is_not_shuffled():
+    x, residual = correlated(12, 6), correlated(12, 6)
+    layer = DecorrelatedBatchNorm1d(6, group_size=2, track_running_stats=False, shuffle=True).double()
+    torch.manual_seed(3)
+    expected = layer(x) + residual
+    torch.manual_seed(3)
+    torch.testing.assert_close(layer(x, residual=residual), expected)
+
+
 def test_shuffled_groups_keep_no_statistics():
     with pytest.raises(ValueError, match="shuffle=True makes new groups for each batch"):
         DecorrelatedBatchNorm1d(6, shuffle=True)

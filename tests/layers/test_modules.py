@@ -200,6 +200,41 @@ def test_tracking_switched_off_later_is_as_in_batch_norm():
     torch.testing.assert_close(layer.eval()(x), expected)
 
 
+def test_the_plain_average_without_a_counter_is_as_in_batch_norm():
+    # BatchNorm then leaves its statistics alone.
+    for layer in (IterNorm2d(4, momentum=None), nn.BatchNorm2d(4, momentum=None)):
+        layer.num_batches_tracked = None
+        layer(correlated(8, 4, 3, 3, dtype=torch.float32) + 1)
+        assert not layer.running_mean.any()
+
+
+@pytest.mark.parametrize("running", ["whitening", "covariance"])
+@pytest.mark.parametrize(
+    ("solver", "name", "value"),
+    [
+        ("newton", "eps", 0.5),
+        ("newton", "num_iters", 1),
+        ("newton", "correction", 1),
+        ("newton", "shrinkage", 0.5),
+        ("newton", "activation", "relu"),
+        ("zca", "solver", "cholesky"),
+    ],
+)
+def test_an_attribute_that_is_set_later_counts_from_then_on(solver, name, value, running):
+    words = {"momentum": 1.0, "group_size": 4, "running": running, "dtype": torch.float64}
+    layer = layer_2d(solver, 6, **words)
+    other = layer_2d(value, 6, **words) if name == "solver" else layer_2d(solver, 6, **words, **{name: value})
+    x = correlated(8, 6, 3, 3)
+    before = layer(x)
+    setattr(layer, name, value)
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer.whitening_matrix(), other.whitening_matrix())
+    y = layer(x)
+    torch.testing.assert_close(y, other(x))
+    assert relative_error(y, before) > 1e-3
+    torch.testing.assert_close(layer.eval()(x), other.eval()(x))
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_reset(affine):
     layer = IterNorm2d(10, group_size=4, affine=affine)
@@ -327,6 +362,7 @@ def test_repr_names_what_was_chosen():
 def test_one_value_per_channel_and_an_empty_batch_are_fine_in_eval():
     layer = IterNorm2d(8, group_size=3).eval()
     assert layer(torch.randn(1, 8, 1, 1)).isfinite().all()
+    assert layer(torch.randn(0, 8, 1, 1)).shape == (0, 8, 1, 1)
 
 
 def test_the_meta_device_gives_shapes():
