@@ -172,5 +172,6 @@ def test_w_mse_checkpoints_load():
     x = torch.randn(5, 6)
     whitening = torch.linalg.inv(torch.linalg.cholesky(covariance))
     torch.testing.assert_close(layer.eval()(x), (x - state["running_mean"].flatten()) @ whitening.T)
-    with pytest.raises(RuntimeError, match='build the layer with that many channels, running="covariance"'):
-        DecorrelatedBatchNorm1d(6, group_size=3, running="covariance").load_state_dict(state)
+    for words in ({"group_size": 3, "running": "covariance"}, {"group_size": None}):
+        with pytest.raises(RuntimeError, match='build the layer with that many channels, running="covariance"'):
+            DecorrelatedBatchNorm1d(6, **words).load_state_dict(state)

@@ -106,6 +106,14 @@ def test_a_checkpoint_says_how_many_channels(source):
     assert type(layer) is iternorm.IterNorm2d
 
 
+def test_a_second_checkpoint_does_not_change_the_number_of_channels():
+    layer = iternorm.LazyIterNorm2d(group_size=4)
+    layer.load_state_dict(iternorm.IterNorm2d(10, group_size=4).state_dict())
+    with pytest.raises(ValueError, match=r"has shape \[6\], this layer has \[10\]"):
+        layer.load_state_dict(iternorm.IterNorm2d(6, group_size=4).state_dict())
+    assert layer.num_features == 10
+
+
 def test_a_checkpoint_of_a_layer_that_has_not_seen_a_batch():
     buffer = io.BytesIO()
     model = nn.Sequential(iternorm.LazyIterNorm2d())

@@ -70,6 +70,25 @@ def test_a_batch_norm_checkpoint_in_covariance_mode():
     torch.testing.assert_close(variance, batch_norm.running_var)
 
 
+def test_a_batch_norm_checkpoint_is_shrunk_alike_in_both_modes():
+    state, x = trained_batch_norm().state_dict(), correlated(4, 10, 3, 3)
+    outputs = []
+    for running in ("whitening", "covariance"):
+        layer = DecorrelatedBatchNorm2d(10, shrinkage=0.3, running=running, dtype=torch.float64)
+        layer.load_state_dict(state)
+        outputs.append(layer.eval()(x))
+    torch.testing.assert_close(*outputs)
+
+
+def test_a_variance_beside_our_own_matrix_is_not_taken():
+    layer = IterNorm2d(4)
+    layer(torch.randn(8, 4, 3, 3))
+    before = state_of(layer)
+    result = layer.load_state_dict({**layer.state_dict(), "running_var": torch.full((4,), 9.0)}, strict=False)
+    assert result.unexpected_keys == ["running_var"]
+    assert_same_state(layer, before)
+
+
 def test_inside_a_model_and_without_a_batch_count():
     state = nn.Sequential(nn.Conv2d(3, 10, 1), nn.BatchNorm2d(10)).state_dict()
     state = {k: v + 1 if v.is_floating_point() else v for k, v in state.items() if "num_batches" not in k}
