@@ -156,8 +156,9 @@ def test_shuffled_groups_keep_no_statistics():
         DecorrelatedBatchNorm1d(6, shuffle=True)
 
 
-def test_kernels_that_do_not_know_them_say_so():
-    layer = IterNorm2d(8, impl="triton", shrinkage=0.1)
+@pytest.mark.parametrize("words", [{"correction": 1}, {"shrinkage": 0.1}])
+def test_kernels_that_do_not_know_them_say_so(words):
+    layer = IterNorm2d(8, impl="triton", **words)
     with pytest.raises(ValueError, match="the kernels have neither correction nor shrinkage"):
         layer(torch.randn(4, 8, 4, 4))
 

@@ -218,6 +218,8 @@ def test_a_layer_that_has_seen_such_a_batch_notices_what_is_changed():
     assert torch.equal(layer(x), layer(x))
     layer.num_iters = 1
     torch.testing.assert_close(layer(x), exact(layer)(x.double()).float())
+    layer.eps = 0.5
+    torch.testing.assert_close(layer(x), exact(layer)(x.double()).float())
     layer.activation = "relu"
     assert (layer(x) >= 0).all()
     with pytest.raises(ValueError, match="expected an input of 8 channels"):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -46,9 +47,21 @@ def test_ranks_shuffle_alike_and_anew_each_time(ranks):
     assert len(set(found)) > 1
 
 
-def test_disagreement_on_the_solver_is_an_error(ranks):
+@pytest.mark.parametrize("name", ["solver", "group_size", "num_iters", "fp64"])
+def test_disagreement_on_what_decides_the_result_is_an_error(ranks, name):
     for rank in ranks:
-        assert "the ranks of the process group disagree on solver" in rank["disagree, solver"]
+        assert f"the ranks of the process group disagree on {name}" in rank[f"disagree, {name}"]
+
+
+def test_ranks_of_another_group_are_asked_anew(ranks):
+    for rank in ranks:
+        assert "the ranks of the process group disagree on num_iters" in rank["disagree, in another group"]
+
+
+def test_a_layer_that_was_saved_has_agreed_with_nobody():
+    layer = iternorm.SyncIterNorm(4)
+    layer._agreed = "0"
+    assert pickle.loads(pickle.dumps(layer))._agreed is None
 
 
 def test_subgroups_synchronize_among_themselves(ranks):

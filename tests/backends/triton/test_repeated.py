@@ -113,6 +113,18 @@ def test_an_input_unlike_the_one_before_is_checked(x, error, message):
     assert_same_state(layer, before)
 
 
+def test_what_is_added_to_a_batch_like_the_one_before_is_checked():
+    layer = used_layer()
+    before = state_of(layer)
+    for residual, message in (
+        (torch.randn(6, 8, 3, 1), "residual has shape"),
+        (batch().double(), "residual has dtype"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(batch(), residual=residual)
+    assert_same_state(layer, before)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
