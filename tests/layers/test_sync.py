@@ -213,16 +213,40 @@ def test_convert_sync_iternorm_takes_exact_whitening_too():
     assert [type(child) for child in iternorm.convert_to_batchnorm(model).children()] == [nn.SyncBatchNorm]
 
 
+@pytest.mark.parametrize("kind", [iternorm.SyncIterNorm, iternorm.SyncDecorrelatedBatchNorm])
+def test_a_layer_and_its_copy_keep_their_group(kind):
+    group = object()
+    layer = kind(4, process_group=group)
+    assert layer.process_group is copy.deepcopy(layer).process_group is group
+
+
 def test_an_implementation_that_does_not_synchronize_raises():
     with pytest.raises(ValueError, match='impl="reference" does not synchronize'):
         iternorm.SyncIterNorm(4, impl="reference")
 
 
-def test_a_group_that_was_destroyed_is_not_kept_alive():
-    """What still lives when the interpreter ends may crash it."""
+@pytest.fixture
+def fake_group():
+    """Two ranks of which the other one is not there."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_transforms_do_not_reach_over_processes(fake_group):
+    x = torch.randn(9, 4)
+    for kind in (iternorm.SyncIterNorm, iternorm.SyncDecorrelatedBatchNorm):
+        layer = kind(4, track_running_stats=False)
+        layer(x)
+        with pytest.raises(RuntimeError, match=r"a function transform .* does not reach over processes; use IterNorm"):
+            torch.func.grad(lambda x, layer=layer: layer(x).sum())(x)
+
+
+def test_a_group_that_was_destroyed_is_not_kept_alive(fake_group):
+    """What still lives when the interpreter ends may crash it."""
     try:
         group = weakref.ref(dist.group.WORLD)
         y = iternorm.SyncIterNorm(4)(torch.randn(9, 4, requires_grad=True))
