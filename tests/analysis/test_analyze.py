@@ -123,7 +123,7 @@ def test_layer_norm_channels_are_last():
     assert layer.before.condition_number == pytest.approx(expected.item(), rel=1e-3)
     assert [(n.snd, n.standard_error, n.relative) for n in layer.noise] == [(0, 0, 0)]
     # Of several dimensions that it normalizes over, the first.
-    (layer,) = analyze(nn.Sequential(nn.LayerNorm((3, 5))), [torch.randn(16, 3, 5)], batch_sizes=()).layers
+    (layer,) = analyze(nn.Sequential(nn.LayerNorm([3, 5])), [torch.randn(16, 3, 5)], batch_sizes=()).layers
     assert (layer.num_channels, layer.num_positions) == (3, 5)
 
 

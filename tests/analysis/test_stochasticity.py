@@ -1,5 +1,7 @@
 """SND: the definition, its two implementations against each other, its closed forms, and the paper's claims."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -191,9 +193,10 @@ def test_operation_of_layers():
     dbn = iternorm.DecorrelatedBatchNorm2d(4, solver="pca", group_size=None, eps=1e-3)
     assert operation_of(dbn) == decorrelated_batch_norm("pca", None, 1e-3)
     assert operation_of(nn.LayerNorm(4)) is None
-    for word, value in (("correction", 1), ("shrinkage", 0.1), ("shuffle", True)):
-        other = iternorm.IterNorm1d(4, track_running_stats=False, **{word: value})
-        assert operation_of(other) is None, word
+    words: Any
+    for words in ({"correction": 1}, {"shrinkage": 0.1}, {"shuffle": True}):
+        other = iternorm.IterNorm1d(4, track_running_stats=False, **words)
+        assert operation_of(other) is None, words
 
 
 @pytest.mark.parametrize(

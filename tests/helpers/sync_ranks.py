@@ -163,9 +163,10 @@ def everything(rank: int, size: int) -> dict:
     results["disagree, input"] = error_of(iternorm.SyncIterNorm(6), torch.randn(4, 5 if rank == 1 else 6))
     kind = iternorm.SyncDecorrelatedBatchNorm
     results["disagree, solver"] = error_of(kind(6, solver="pca" if rank else "zca"), torch.randn(40, 6))
-    for name, value, other in (("group_size", 2, 3), ("num_iters", 5, 6)):
-        layer = iternorm.SyncIterNorm(6, **{name: other if rank else value})
-        results[f"disagree, {name}"] = error_of(layer, torch.randn(40, 6))
+    layer = iternorm.SyncIterNorm(6, group_size=3 if rank else 2)
+    results["disagree, group_size"] = error_of(layer, torch.randn(40, 6))
+    layer = iternorm.SyncIterNorm(6, num_iters=6 if rank else 5)
+    results["disagree, num_iters"] = error_of(layer, torch.randn(40, 6))
     x = torch.randn(40, 6, dtype=torch.float64 if rank else torch.float32)
     results["disagree, fp64"] = error_of(iternorm.SyncIterNorm(6), x)
     # Ranks that agreed in one group are asked once more in another.

@@ -173,6 +173,7 @@ def test_w_mse_checkpoints_load():
     x = torch.randn(5, 6)
     whitening = torch.linalg.inv(torch.linalg.cholesky(covariance))
     torch.testing.assert_close(layer.eval()(x), (x - state["running_mean"].flatten()) @ whitening.T)
-    for words in ({"group_size": 3, "running": "covariance"}, {"group_size": None}):
+    averages_whitening = DecorrelatedBatchNorm1d(6, group_size=None)
+    for other in (DecorrelatedBatchNorm1d(6, group_size=3, running="covariance"), averages_whitening):
         with pytest.raises(RuntimeError, match='build the layer with that many channels, running="covariance"'):
-            DecorrelatedBatchNorm1d(6, **words).load_state_dict(state)
+            other.load_state_dict(state)

@@ -157,7 +157,7 @@ def test_a_linear_layer_whose_features_are_not_channels():
 
 
 def test_a_norm_with_an_activation_does_not_go_into_the_layer_after():
-    converted = convert_batchnorm(nn.Sequential(BatchNormAct2d(6, drop=0.1)), group_size=4)[0]
+    converted = convert_batchnorm(BatchNormAct2d(6, drop=0.1), group_size=4)
     for norm in (IterNorm2d(6, activation="relu"), converted):
         model = settled(nn.Sequential(nn.ReLU(), norm, nn.Conv2d(6, 3, 1)))
         _, table = check(model, torch.randn(2, 6, 5, 5, dtype=torch.float64), ["pointwise"])

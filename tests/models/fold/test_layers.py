@@ -294,12 +294,13 @@ def test_an_activation_does_not_go_into_weights():
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_frozen_neighbour_stays_frozen(trained):
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), IterNorm2d(4)).eval()
+    norm = IterNorm2d(4)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), norm).eval()
     model[0].requires_grad_(trained)
     folded, _ = fold(model)
     assert [parameter.requires_grad for parameter in folded.parameters()] == [trained] * 2
     assert not any(layer.training for layer in folded.modules())
-    assert not fold_pointwise(model[1]).training
+    assert not fold_pointwise(norm).training
 
 
 def test_a_model_without_whitening_is_copied():
