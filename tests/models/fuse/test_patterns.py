@@ -101,7 +101,8 @@ def checkpointed(m, x):
 
 
 LEFT = {
-    "checkpointed": (checkpointed, "saves activations in another way"),
+    # The rest of the reason is torch's: in 2.6 it names an operator of the checkpoint.
+    "checkpointed": (checkpointed, "Wired cannot be traced by torch.fx: "),
     "in training only": (in_training_only, "Wired does something else in training than in eval"),
     "by chance": (by_chance, "Wired draws random numbers in its forward"),
     "by torch's chance": (by_torchs_chance, "rand is called on nothing that comes from the input"),
