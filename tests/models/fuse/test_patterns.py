@@ -4,6 +4,7 @@
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportUnusedExpression=false
 
 import random
+import re
 
 import pytest
 import torch
@@ -101,8 +102,8 @@ def checkpointed(m, x):
 
 
 LEFT = {
-    # The rest of the reason is torch's: in 2.6 it names an operator of the checkpoint.
-    "checkpointed": (checkpointed, "Wired cannot be traced by torch.fx: "),
+    # torch 2.6 sees an operator of the checkpoint first.
+    "checkpointed": (checkpointed, "saves activations in another way|empty is called on nothing that comes"),
     "in training only": (in_training_only, "Wired does something else in training than in eval"),
     "by chance": (by_chance, "Wired draws random numbers in its forward"),
     "by torch's chance": (by_torchs_chance, "rand is called on nothing that comes from the input"),
@@ -132,7 +133,7 @@ def test_what_cannot_be_fused_stays_and_says_why(name):
     state = random.getstate(), torch.get_rng_state()
     plain, fused, report = pair(Wired(wire, one=one, pool=pool).double())
     assert random.getstate() == state[0]
-    assert reason in dict(report.unfused)["norm"]
+    assert re.search(reason, dict(report.unfused)["norm"])
     assert not report.fused
     assert type(fused) is Wired
     assert "seen" not in vars(fused)
