@@ -103,7 +103,7 @@ def checkpointed(m, x):
 
 LEFT = {
     # torch 2.6 sees an operator of the checkpoint first.
-    "checkpointed": (checkpointed, "saves activations in another way|empty is called on nothing that comes"),
+    "checkpointed": (checkpointed, "saves activations in another way|is called on nothing that comes"),
     "in training only": (in_training_only, "Wired does something else in training than in eval"),
     "by chance": (by_chance, "Wired draws random numbers in its forward"),
     "by torch's chance": (by_torchs_chance, "rand is called on nothing that comes from the input"),
