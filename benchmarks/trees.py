@@ -58,13 +58,11 @@ def rows() -> list[Row]:
                 for group_size, num_iters in layers:
                     exact = (False, True) if (group_size, num_iters, dtype) == (64, 5, "float32") else (False,)
                     found += [Row(shape, dtype, layout, group_size, num_iters, each) for each in exact]
-    for shape in ((64, 64, 32, 32), (64, 128, 32, 32), (256, 64, 32, 32), (128, 160, 32, 32), (256, 64, 112, 112)):
+    for shape in groups:
         for layout in ("NCHW", "NHWC"):
-            found += [Row(shape, dtype, layout, 64, 5, relu=True) for dtype in ("float32", "bfloat16")]
-            found += [
-                Row(shape, "float32", layout, 64, 5, relu=True, residual=True),
-                Row(shape, "float16", layout, 64, 5),
-            ]
+            found += [Row(shape, "float16", layout, 64, 5)]
+            for dtype in ("float32", "bfloat16", "float16"):
+                found += [Row(shape, dtype, layout, 64, 5, relu=True, residual=each) for each in (False, True)]
     return found
 
 

@@ -104,7 +104,7 @@ class ItemPlan(Plan):
         return (self._side, self._span) if self._flat else super()._partials
 
     @property
-    def _width(self) -> int:
+    def _value_bytes(self) -> int:
         # The tiles that depend on it were timed of whole batches.
         return 0
 

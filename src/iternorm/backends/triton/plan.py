@@ -180,16 +180,16 @@ class Plan:
         return self.layout.padded, 1
 
     @property
-    def _width(self) -> int:
-        """The bytes of a sample in a tile."""
-        return self.layout.padded * self.key.dtype.itemsize
+    def _value_bytes(self) -> int:
+        """The bytes of a value, where tiles depend on it."""
+        return self.key.dtype.itemsize
 
     def _tiles(self, kernel: str) -> Tiles:
         if kernel in self._chosen:
             return self._chosen[kernel]
         key = self.key
         third = {"moments": False, "apply": key.residual, "whiten": key.residual, "cross_moments": key.relu}
-        tiles = tiles_for(kernel, self._tiled, key.split, third.get(kernel, self.masks), self._width)
+        tiles = tiles_for(kernel, self._tiled, key.split, third.get(kernel, self.masks), self._value_bytes)
         # The iteration's backward in three parts takes most of a multiprocessor's shared memory.
         return (
             tiles._replace(per_sm=1)
@@ -310,7 +310,7 @@ class Plan:
         each = self._rows_each
         grid = (layout.num_groups, layout.padded // each)
         words = {**common, "BC": side, "SPAN": span, "PB": block, "EACH": each}
-        warps = max(1, block // 16)
+        warps = max(1, min(4, block // 16), block // 32)
         return Launch(reduce_moments, grid, pointers, (), integers, (1,), words, warps, self.key.device)
 
     @property

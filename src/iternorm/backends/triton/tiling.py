@@ -34,10 +34,10 @@ class Rule:
     rows: bool | None = None
     most: int | None = None  # samples of all groups
     double: bool | None = None  # a block has 128 channels
-    width: int | None = None  # bytes of a sample in a tile
+    bytes_of_64: int | None = None  # a tile has 64 channels, of values of so many bytes
 
-    def suits(self, split: int, rows: bool, samples: int, double: bool, width: int) -> bool:
-        pairs = ((self.split, split), (self.rows, rows), (self.double, double), (self.width, width))
+    def suits(self, split: int, rows: bool, samples: int, double: bool, bytes_of_64: int) -> bool:
+        pairs = ((self.split, split), (self.rows, rows), (self.double, double), (self.bytes_of_64, bytes_of_64))
         return all(wanted is None or wanted == given for wanted, given in pairs) and (
             self.most is None or samples <= self.most
         )
@@ -62,6 +62,8 @@ class Tuning:
 
 # So many samples of all groups do not keep all multiprocessors busy.
 FEW = 2048 * 64 - 1
+# Of so many, each has four small tiles.
+FEWEST = 2**15
 ONE, TWO, THREE = Split.ONE_PART, Split.TWO_PARTS, Split.THREE_PARTS
 # Two parts of rows, and three parts, take smaller tiles.
 _APPLIED_64 = (
@@ -78,9 +80,11 @@ HOPPER = {
         # Of a stream, few programs: each leaves a partial matrix to the join.
         up_to_64=(
             Rule(Tiles(64, 4, 4, 2), Split.STREAMED),
+            Rule(Tiles(128, 4, 4, 2), ONE, most=FEW),
+            Rule(Tiles(128, 4, 6, 1), ONE, rows=True, most=2**19, bytes_of_64=2),
             Rule(Tiles(128, 4, 4, 2), ONE),
             Rule(Tiles(64, 4, 3, 2), most=FEW),
-            Rule(Tiles(128, 4, 4, 1), TWO, rows=True, most=2**18, width=256),
+            Rule(Tiles(128, 4, 4, 1), TWO, rows=True, most=2**19, bytes_of_64=4),
             Rule(Tiles(64, 4, 3, 2)),
         ),
         up_to_128=(
@@ -93,17 +97,24 @@ HOPPER = {
     ),
     "cross_moments": Tuning(
         why="reads two activations, so one program a multiprocessor in bfloat16",
-        up_to_64=(Rule(Tiles(64, 4, 4, 1), ONE, most=FEW), Rule(Tiles(128, 4, 4, 1), ONE), Rule(Tiles(64, 4, 3, 2))),
+        up_to_64=(
+            Rule(Tiles(64, 4, 4, 1), ONE, most=FEW),
+            Rule(Tiles(64, 4, 5, 1), ONE, rows=True, most=2**20, bytes_of_64=2),
+            Rule(Tiles(128, 4, 4, 1), ONE),
+            Rule(Tiles(64, 4, 5, 1), TWO, rows=True, most=2**18, bytes_of_64=4),
+            Rule(Tiles(64, 4, 3, 2)),
+        ),
         up_to_128=(Rule(Tiles(64, 8, 4, 1), ONE), Rule(Tiles(32, 8, 4, 1))),
         wide=(Rule(Tiles(64, 8, 3, 1), double=True), Rule(Tiles(64, 4, 3, 2))),
     ),
     "whiten": Tuning(
-        why="two programs hide each other's iteration; smaller tiles where there are few samples",
+        why="two programs hide each other's iteration, unless there is little else to do; smaller tiles of few samples",
         up_to_64=(
+            Rule(Tiles(64, 4, 4, 1), rows=True, most=FEWEST, bytes_of_64=2),
+            Rule(Tiles(64, 4, 4, 1), rows=True, most=FEWEST, bytes_of_64=4),
             Rule(Tiles(64, 4, 4, 2), ONE, most=FEW),
-            Rule(Tiles(64, 4, 4, 2), rows=True, most=FEW),
-            # A row of 64 channels in fp32. These tiles take 1.2 to 1.4 of the time of float16's, 1.1 of narrow groups'.
-            Rule(Tiles(128, 4, 4, 1), TWO, rows=True, width=256),
+            # These tiles take 1.2 to 1.4 of the time of float16's, 1.1 of narrow groups'.
+            Rule(Tiles(128, 4, 4, 1), TWO, rows=True, bytes_of_64=4),
             *_APPLIED_64,
         ),
         up_to_128=(),
@@ -118,10 +129,15 @@ HOPPER = {
     "whiten_backward": Tuning(
         why="the iteration's matrices take most of the shared memory: two programs only of many small tiles",
         up_to_64=(
+            Rule(Tiles(128, 4, 3, 1), ONE, rows=True, most=FEW),
+            Rule(Tiles(128, 4, 5, 1), ONE, rows=True, most=2**20, bytes_of_64=2),
             Rule(Tiles(128, 4, 3, 1), ONE, rows=True),
             Rule(Tiles(128, 4, 4, 1), ONE),
+            Rule(Tiles(64, 4, 4, 1), TWO, rows=True, bytes_of_64=4),
+            # In float16, with a residual, six stages take 1.04 of the time at 256x512x4x4.
+            Rule(Tiles(64, 4, 3, 1), most=FEWEST),
+            Rule(Tiles(64, 4, 6, 1), TWO, rows=True, bytes_of_64=2),
             Rule(Tiles(64, 4, 3, 1), most=FEW),
-            Rule(Tiles(64, 4, 4, 1), TWO, rows=True, width=256),
             Rule(Tiles(64, 4, 3, 2), TWO),
             Rule(Tiles(128, 8, 3, 1), rows=True),
             Rule(Tiles(64, 4, 2, 2)),
@@ -170,16 +186,17 @@ def block_of(kernel: str, layout: Layout) -> int:
     return 2 * BLOCK if kernel == "cross_moments" and layout.padded % (2 * BLOCK) == 0 else BLOCK
 
 
-def tiles_for(kernel: str, layout: Layout, split: int, third: bool = False, width: int = 0) -> Tiles:
+def tiles_for(kernel: str, layout: Layout, split: int, third: bool = False, value_bytes: int = 0) -> Tiles:
     """The tiles of a kernel, which may go over a `third` activation: a residual forward, the output backward.
 
-    A sample has `width` bytes in a tile; 0 takes what suits any.
+    A value has `value_bytes`; 0 takes what suits any.
     """
     tuning, samples = HOPPER[kernel], layout.samples * layout.num_groups
     up_to_64 = layout.padded <= LARGEST_NEWTON
     rules = tuning.up_to_64 if up_to_64 else tuning.wide if layout.wide else tuning.up_to_128
     double = block_of(kernel, layout) > BLOCK
-    tiles = next(rule.tiles for rule in rules if rule.suits(split, layout.rows, samples, double, width))
+    bytes_of_64 = value_bytes if layout.padded == 64 else 0
+    tiles = next(rule.tiles for rule in rules if rule.suits(split, layout.rows, samples, double, bytes_of_64))
     if up_to_64 and kernel.endswith("moments") and samples < 2048 * tiles.samples:
         # Each program adds a partial matrix to be reduced: with few tiles for each, fewer programs are faster.
         tiles = tiles._replace(per_sm=1)
@@ -199,7 +216,7 @@ def _with_third_tile(kernel: str, tiles: Tiles, split: int, up_to_64: bool, samp
             return Tiles(64, 4, 3, 1 if samples < 2048 * 128 else 2)
         return tiles._replace(samples=64) if samples <= FEW else Tiles(64, 4, 2, 2)
     if backward and up_to_64 and (samples <= FEW or (split == TWO and kernel == "cross_moments")):
-        return tiles
+        return tiles._replace(stages=min(tiles.stages, 3))
     # The stages of two loads leave room for a second program.
     return tiles._replace(stages=max(1, tiles.stages - 1))
 
