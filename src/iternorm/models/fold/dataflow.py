@@ -6,12 +6,13 @@ that depends on the input. `recorded` runs the model once on given inputs and wa
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,11 +29,14 @@ LINEAR_MAPS = (
 )
 # Layers that give back their input in eval.
 _PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+# Layers whose output has the dtype of their input, whatever that of their weights is.
+_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm)
+_CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
 
 
 @dataclass
 class Flow:
-    """The neighbours of each whitening layer that is called once, and the dimensions of its input where known.
+    """The neighbours of each whitening layer that is called once, and dimensions and dtype of its input where known.
 
     `previous` is a linear map called once, whose output goes into the whitening layer and nowhere else; `following` is
     one called once, that alone takes the whitening layer's output. `added_to` are layers called with a residual.
@@ -41,6 +45,7 @@ class Flow:
     previous: dict[nn.Module, nn.Module] = field(default_factory=dict)
     following: dict[nn.Module, nn.Module] = field(default_factory=dict)
     dimensions: dict[nn.Module, set[int]] = field(default_factory=lambda: defaultdict(set))
+    dtypes: dict[nn.Module, set[torch.dtype]] = field(default_factory=lambda: defaultdict(set))
     added_to: set[nn.Module] = field(default_factory=set)
 
 
@@ -84,6 +89,8 @@ def traced(model: nn.Module) -> Flow:
         residual = _residual(node.args, node.kwargs)
         if isinstance(norm, WhiteningNorm) and residual is not None:
             flow.added_to.add(norm)
+        if isinstance(norm, WhiteningNorm):
+            flow.dtypes[norm] |= _dtype(node, called)
         if not isinstance(norm, WhiteningNorm) or norm not in once:
             continue
         source = _source(node)
@@ -113,6 +120,23 @@ def _passes(layer: Any) -> bool:
 def _source(node: fx.Node) -> Any:
     """The input of a call of a layer."""
     return node.args[0] if node.args else node.kwargs.get("input")
+
+
+def _dtype(node: fx.Node, called: Mapping[fx.Node, nn.Module]) -> set[torch.dtype]:
+    """The dtype that a norm takes and gives: of the weights that made its input, else of those that use its output.
+
+    Empty where there are none, or where the model's code casts in between.
+    """
+    for neighbours in (lambda node: node.all_input_nodes, lambda node: list(node.users)):
+        near = neighbours(node)
+        while near and near[0].target not in _CASTS:
+            layer = called.get(near[0])
+            weights = () if layer is None or isinstance(layer, _NORMS) else layer.parameters()
+            dtype = next((weight.dtype for weight in weights if weight.is_floating_point()), None)
+            if dtype is not None:
+                return {dtype}
+            near = neighbours(near[0])
+    return set()
 
 
 def _residual(args: Any, kwargs: Any) -> Any:
@@ -188,6 +212,7 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[tuple[nn.Module, Tensor, Tensor]] = []
         self.inputs: list[Any] = []
         self.added_to: set[nn.Module] = set()
+        self.dtypes: dict[nn.Module, set[torch.dtype]] = defaultdict(set)
         self.users: dict[int, set[nn.Module | None]] = defaultdict(set)
         # Tensors are told apart by their address, so none may be freed while the model runs.
         self.kept: list[Any] = []
@@ -216,6 +241,9 @@ class _Recorder(TorchDispatchMode):
         self.inputs.append(args[0] if args else kwargs.get("input"))
         # A kernel of our own takes its input without an operation that could be seen.
         self.use(self.inputs[-1])
+        # Under autocast a convolution takes any dtype, and the weights around it have their own.
+        if isinstance(self.inputs[-1], Tensor) and not torch.is_autocast_enabled(self.inputs[-1].device.type):
+            self.dtypes[layer].add(self.inputs[-1].dtype)
 
     def leave(self, layer: nn.Module, args: Any, output: Any) -> None:
         self.calls.append((self.stack.pop(), self.inputs.pop(), output))
@@ -226,7 +254,7 @@ class _Recorder(TorchDispatchMode):
         once = _called_once((layer for layer, _, _ in self.calls), model)
         once = {layer for layer in once if all(self.users[id(p)] <= {layer} for p in layer.parameters(recurse=False))}
         maker = {id(output): layer for layer, _, output in reversed(self.calls)}
-        flow = Flow(added_to=self.added_to)
+        flow = Flow(added_to=self.added_to, dtypes=self.dtypes)
         for layer, source, output in self.calls:
             if isinstance(layer, WhiteningNorm) and isinstance(source, Tensor):
                 flow.dimensions[layer].add(source.ndim)

@@ -134,12 +134,16 @@ def _fold_all(model: nn.Module, flow: dataflow.Flow, max_growth: float, table: F
                 break
             reasons.append(f"{how}: {reason}")
         if place is None:
-            dimensions = flow.dimensions[norm]
-            known = next(iter(dimensions)) if len(dimensions) == 1 else None
-            place = fold_layers.fold_pointwise(_linear_part(norm), known)
+            known = _only(flow.dimensions[norm]), _only(flow.dtypes[norm])
+            place = fold_layers.fold_pointwise(_linear_part(norm), *known)
             table.append(Folded(names[norm], "pointwise", "", "; ".join(reasons)))
         current[norm] = _in_place_of(norm, place, norm in flow.added_to)
     return replace.replace_modules(model, current)
+
+
+def _only(values: set[Any]) -> Any:
+    """What all calls of a layer have in common, or None."""
+    return next(iter(values)) if len(values) == 1 else None
 
 
 def _reason_against(

@@ -160,17 +160,19 @@ def fold_into_next_layer(norm: WhiteningNorm, layer: Any) -> nn.Module:
     )
 
 
-def fold_pointwise(norm: WhiteningNorm, dimensions: int | None = None) -> nn.Module:
+def fold_pointwise(norm: WhiteningNorm, dimensions: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """The eval-mode norm as one grouped 1x1 convolution (a linear layer for ``[N, C]``).
 
     Args:
         norm: in eval mode.
         dimensions: of its input, if known; the norms of 2-D and 3-D images know it themselves.
+        dtype: of its input, which the new layer then has; None is that of the running statistics. They differ where a
+            model is in half precision and its norms are in fp32.
     """
     _check_eval(norm)
     _check_linear(norm)
     matrix, offset = eval_map(norm)
-    like: Any = {"device": norm.running_mean.device, "dtype": norm.running_mean.dtype}  # pyright: ignore
+    like: Any = {"device": norm.running_mean.device, "dtype": dtype or norm.running_mean.dtype}  # pyright: ignore
     channels = norm.num_features
     rank = 2 if isinstance(norm, _Rank2d) else 3 if isinstance(norm, _Rank3d) else (dimensions or 1) - 2
     if rank == 0:
