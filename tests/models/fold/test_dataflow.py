@@ -1,6 +1,7 @@
 """A layer is folded into a neighbour only where nothing else sees that neighbour or what lies between them."""
 
 import pickle
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -191,3 +192,41 @@ def test_what_a_norm_adds_to_its_output_is_still_added(name, activation):
     model = settled(Wired(RESIDUALS[name], **words))
     folded, _ = check(model, torch.randn(2, 4, 5, 5, dtype=torch.float64), hows.get(name, ["previous"]))
     pickle.loads(pickle.dumps(folded.norm))
+
+
+class ByKeyword(nn.Module):
+    """Takes keyword arguments as models of Hugging Face do, and torch.fx cannot trace it."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3)
+        self.norm = IterNorm2d(4)
+
+    def forward(self, pixels, *, scale=None, flip=False):
+        if scale is not None and pixels.sum() == 0:
+            return pixels
+        y = self.norm(self.conv(pixels.flip(-1) if flip else pixels))
+        return y if scale is None else y * scale
+
+
+def test_a_mapping_is_keyword_arguments():
+    torch.manual_seed(0)
+    model = settled(ByKeyword())
+    inputs = {"pixels": torch.randn(2, 4, 5, 5, dtype=torch.float64), "scale": torch.tensor(2.0), "flip": True}
+    # The second is how tokenizers and processors return a batch.
+    for example in (inputs, UserDict(inputs)):
+        folded, table = fold(model, example)
+        assert table[0].how == "previous"
+        torch.testing.assert_close(folded(**inputs), model(**inputs), rtol=1e-10, atol=1e-10)
+
+
+def test_a_model_that_takes_a_mapping_is_given_it_in_a_tuple():
+    model = settled(Wired(lambda m, x: m.norm(m.conv(x["image"]))))
+    inputs = {"image": torch.randn(2, 4, 5, 5, dtype=torch.float64)}
+    folded, table = fold(model, (inputs,))
+    assert table[0].how == "previous"
+    torch.testing.assert_close(folded(inputs), model(inputs), rtol=1e-10, atol=1e-10)
+    with pytest.raises(TypeError, match=r"a mapping of 'image', which Wired does not take .*: \(example_inputs,\)"):
+        fold(model, inputs)
+    with pytest.raises(TypeError, match="a mapping of 0, which Wired does not take"):
+        fold(model, {0: inputs})

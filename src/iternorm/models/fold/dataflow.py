@@ -186,8 +186,8 @@ class _Tracer(fx.Tracer):
         return result
 
 
-def recorded(model: nn.Module, example_inputs: tuple[Any, ...]) -> Flow:
-    """The flow of one run of the model on `example_inputs`, and the dimensions of the whitening layers' inputs."""
+def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flow:
+    """The flow of one run of the model on these arguments, and the dimensions of the whitening layers' inputs."""
     recorder = _Recorder()
     handles = []
     for layer in model.modules():
@@ -196,7 +196,7 @@ def recorded(model: nn.Module, example_inputs: tuple[Any, ...]) -> Flow:
             handles.append(layer.register_forward_hook(recorder.leave))
     try:
         with torch.no_grad(), recorder:
-            outputs = model(*example_inputs)
+            outputs = model(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()

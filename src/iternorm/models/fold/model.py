@@ -1,7 +1,9 @@
 """An eval-mode model -> the same model without its whitening layers, by `iternorm.models.fold.weights`."""
 
 import copy
+import inspect
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -51,7 +53,8 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
 
     Args:
         model: in eval mode. It is not changed.
-        example_inputs: a tensor, or a tuple of the model's arguments.
+        example_inputs: a tensor, a tuple of the model's arguments, or a mapping of keyword arguments. A model that
+            takes a mapping as its argument needs the tuple ``(inputs,)``.
         max_growth: where whitening mixes the groups of a grouped convolution, folding makes them wider. They may become
             wider until the multiplications are this many times those of the convolution and a separate 1x1 convolution.
             Infinity always folds, and makes depthwise convolutions dense.
@@ -87,12 +90,25 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
         if example_inputs is None:
             flow = dataflow.traced(model)
         else:
-            inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-            flow = dataflow.recorded(model, inputs)
+            flow = dataflow.recorded(model, *_arguments(model, example_inputs))
         model = _fold_all(model, flow, max_growth, table)
     table += [Folded(name, "kept", "", "it whitens each sample by itself: no fixed map") for name in kept]
     table.sort(key=lambda row: order[row.name])
     return model, table
+
+
+def _arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The positional and the keyword arguments to run the model with."""
+    if not isinstance(example_inputs, Mapping):
+        return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
+    try:
+        inspect.signature(model.forward).bind(**example_inputs)
+    except TypeError as error:
+        raise TypeError(
+            f"example_inputs is a mapping of {', '.join(map(repr, example_inputs))}, which {type(model).__name__} does "
+            f"not take as keyword arguments: {error}. For a model that takes a mapping, give a tuple: (example_inputs,)"
+        ) from None
+    return (), example_inputs
 
 
 def _fold_decorrelated(model: nn.Module, table: FoldTable) -> nn.Module:
