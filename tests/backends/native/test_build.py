@@ -259,3 +259,38 @@ def test_a_forked_child_computes_too(real_compiler):
         "assert os.waitpid(child, 0)[1] == 0\n"
     )
     assert output_of(start(code, "native", OMP_NUM_THREADS=2)).split() == ["child"]
+
+
+def test_a_child_forked_while_another_thread_compiles(real_compiler, tmp_path):
+    if real_compiler is None:
+        pytest.skip("no C compiler")
+    slow, begun, go = (tmp_path / name for name in ("compiler", "begun", "go"))
+    slow.write_text(f'#!/bin/sh\ntouch {begun}\nwhile [ ! -e {go} ]; do sleep 0.1; done\nexec {real_compiler} "$@"\n')
+    slow.chmod(0o755)
+    code = (
+        "import os, sys, threading, time\n"
+        "from pathlib import Path\n"
+        "import torch\n"
+        "from iternorm import functional\n"
+        "def step():\n"
+        "    x = torch.randn(8, 32, 32, 32, requires_grad=True)\n"
+        "    functional.iter_norm(x, training=True, group_size=16, impl='native').square().sum().backward()\n"
+        "begun, go, compiler = sys.argv[1:]\n"
+        "torch.set_num_threads(1)\n"
+        "thread = threading.Thread(target=step)\n"
+        "thread.start()\n"
+        "while not Path(begun).exists():\n"
+        "    time.sleep(0.01)\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    os.environ['CC'] = compiler\n"
+        "    step()\n"
+        "    print('child', flush=True)\n"
+        "    os._exit(0)\n"
+        "_, status = os.waitpid(child, 0)\n"
+        "Path(go).touch()\n"
+        "thread.join()\n"
+        "assert status == 0\n"
+    )
+    process = start(code, str(begun), str(go), real_compiler, CC=slow, ITERNORM_CACHE=tmp_path / "cache")
+    assert output_of(process).split() == ["child"]

@@ -47,6 +47,16 @@ _libraries: "dict[torch.dtype, ctypes.CDLL | BuildError]" = {}
 _unsaid: list[str] = []
 
 
+def _after_fork() -> None:
+    """A thread that compiled when its process forked is not in the child, which would wait for it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 class BuildError(RuntimeError):
     """Why the C kernels cannot be compiled or loaded here; `is_news` where nobody has been told yet."""
 

@@ -44,6 +44,18 @@ _thread: threading.Thread | None = None
 _lock = threading.Lock()
 
 
+def _after_fork() -> None:
+    """The thread that compiled is not in a forked child, which begins anew."""
+    global _thread, _lock
+    _lock = threading.Lock()
+    if _found is None and _failure is None:
+        _thread = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def _start() -> threading.Thread:
     global _thread
     with _lock:
