@@ -4,7 +4,11 @@
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportUnusedExpression=false
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import third_party
@@ -219,6 +223,49 @@ def test_a_part_in_torchscript_stays_and_the_rest_is_fused():
         model = convert_batchnorm(nn.Sequential(scripted, nn.BatchNorm2d(3), nn.ReLU()), fuse=True, report=report)
     assert report.fused == [("1", "ReLU")]
     assert model[0] is scripted
+
+
+# Importing torch._dynamo calls an operator here, which a trace refuses; in torch 2.6 the import fails there by itself.
+# Newer versions of torch have imported it before a model is traced, in the checks of `convert_batchnorm`.
+FIRST_CHECKPOINT = """
+import sys, torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from iternorm import IterNorm2d
+from iternorm.models.fuse import rewrite
+
+class Calls:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._dynamo":
+            torch.empty(1)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.relu = nn.Conv2d(3, 3, 1), IterNorm2d(3), nn.ReLU()
+
+    def saving(self, x):
+        return self.relu(self.norm(self.conv(x)))
+
+    def forward(self, x):
+        return checkpoint(self.saving, x, use_reentrant=False) + x
+
+assert "torch._dynamo" not in sys.modules
+sys.meta_path.insert(0, Calls())
+try:
+    rewrite.trace(Block())
+except rewrite.CannotTraceError as error:
+    assert "torch._dynamo" in sys.modules, error
+else:
+    raise AssertionError("a checkpoint was traced")
+"""
+
+
+def test_a_first_checkpoint_is_not_met_inside_a_trace():
+    source = Path(iternorm.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    done = subprocess.run([sys.executable, "-c", FIRST_CHECKPOINT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_bad_arguments_leave_the_model_as_it_was():

@@ -143,9 +143,13 @@ def _check_code(module: nn.Module) -> None:
     if len(parameters) != 1 or parameters[0].kind not in named or parameters[0].default is not inspect.Parameter.empty:
         # Such code asks whether an argument is None, and a proxy is not.
         raise CannotTraceError("has a forward that takes more, or less, than one argument")
-    beyond = sorted(_names(type(module)) & _BEYOND_VALUES)
+    names = _names(type(module))
+    beyond = sorted(names & _BEYOND_VALUES)
     if beyond:
         raise CannotTraceError(f"has a forward with {', '.join(beyond)} in it, which a graph cannot follow")
+    if any("checkpoint" in name for name in names):
+        # A checkpoint imports it when first called. Inside the trace that import may fail, as in torch 2.6.
+        importlib.import_module("torch._dynamo")
 
 
 def _names(kind: Any) -> set[str]:
