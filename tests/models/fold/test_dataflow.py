@@ -10,6 +10,7 @@ from foldable import check, settled
 from third_party import BatchNormAct2d
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel
 
 from iternorm import (
     IterNorm1d,
@@ -230,3 +231,9 @@ def test_a_model_that_takes_a_mapping_is_given_it_in_a_tuple():
         fold(model, inputs)
     with pytest.raises(TypeError, match="a mapping of 0, which Wired does not take"):
         fold(model, {0: inputs})
+
+
+@pytest.mark.parametrize("wrap", [AveragedModel, nn.DataParallel])
+def test_a_wrapper_that_hands_on_its_arguments(wrap):
+    model = settled(wrap(nn.Sequential(nn.Conv2d(4, 6, 3), IterNorm2d(6), nn.ReLU())))
+    check(model, torch.randn(2, 4, 5, 5, dtype=torch.float64), ["previous"])

@@ -174,6 +174,8 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(self, root_fn, is_module, concrete_args=None):
         parameters = list(inspect.signature(self.root.forward).parameters.values())
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        # A wrapper, such as AveragedModel, hands on what it is given: one argument.
+        positional = positional or [p for p in parameters if p.kind is p.VAR_POSITIONAL]
         required = [p for p in positional if p.default is p.empty] or positional[:1]
         return root_fn, [self.root, *(self.create_proxy("placeholder", p.name, (), {}) for p in required)]
 
