@@ -29,6 +29,12 @@ def bare():
 def number():
     return 3
 
+def half():
+    return mlp().bfloat16()
+
+def double():
+    return mlp().double()
+
 instance = mlp()
 
 def work():
@@ -58,6 +64,13 @@ def test_analyze_prints_a_table_and_writes_files(invoke, tmp_path):
     assert [layer["name"] for layer in content["layers"]] == ["2", "5"]
     assert content["layers"][0]["num_examples"] == 200
     assert_self_contained((tmp_path / "out" / "a.html").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["half", "double"])
+def test_a_model_of_another_dtype_than_the_data(invoke, name):
+    result = invoke("analyze", f"nets.py:{name}", "--data", "digits", "--examples", 100, "--snd", "off")
+    assert result.exit_code == 0, result.output
+    assert [line.split()[0] for line in result.stdout.splitlines()[2:4]] == ["2", "5"]
 
 
 def test_analyze_chosen_layers_without_noise(invoke):

@@ -69,7 +69,7 @@ def analyze(
             progress.update(tasks[stage], completed=done)
 
         options: dict[str, Any] = {"layers": layer or None, "batch_sizes": sizes, "mode": mode, "seed": seed}
-        result = analyze_model(model, batches, alternatives=others, progress=step, **options)
+        result = analyze_model(model, batches, alternatives=others, forward=_in_its_dtype, progress=step, **options)
     # Files first: they are what is left if nothing can be printed.
     if json is not None:
         result.to_json(json)
@@ -78,6 +78,12 @@ def analyze(
     console.print(result.table(), highlight=False, soft_wrap=True, markup=False)
     for path in filter(None, (json, html)):
         tell_written(path)
+
+
+def _in_its_dtype(model: Any, batch: Any) -> Any:
+    """The model's output for a batch of fp32, or of integers, which stay as they are."""
+    dtypes = (parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point)
+    return model(batch.to(next(dtypes, batch.dtype)) if batch.is_floating_point() else batch)
 
 
 def _batch_sizes(text: str) -> tuple[int, ...]:
