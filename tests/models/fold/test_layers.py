@@ -273,7 +273,10 @@ def test_training_mode_and_missing_statistics_are_errors():
     with pytest.raises(ValueError, match="is in training mode"):
         fold_into_next_layer(norm, nn.Conv2d(4, 3, 1))
     model = nn.Sequential(nn.Conv2d(3, 4, 1), IterNorm2d(4, track_running_stats=False)).eval()
-    with pytest.raises(ValueError, match="1 keeps no running statistics"):
+    with pytest.raises(ValueError, match=r"1 keeps no running statistics .*; it cannot be folded"):
+        fold(model)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), IterNorm2d(4)).to("meta").eval()
+    with pytest.raises(ValueError, match="1 is on the meta device and has no values to fold"):
         fold(model)
     with pytest.raises(TypeError, match="ReLU is not a convolution or linear layer"):
         fold_into_previous_layer(nn.ReLU(), IterNorm2d(4).eval())

@@ -77,9 +77,17 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
     for norm, name in norms.items():
         if isinstance(norm, LazyModuleMixin):
             raise ValueError(f"{name or 'the model'} has not seen a batch, so it has no map yet; run one batch first")
-        if norm.training or norm.running_mean is None:
-            state = "is in training mode" if norm.training else "keeps no running statistics"
-            raise ValueError(f"{name or 'the model'} {state}, so it has no fixed map; fold needs an eval-mode model")
+        if norm.training:
+            raise ValueError(
+                f"{name or 'the model'} is in training mode, so it has no fixed map; call model.eval() first"
+            )
+        if norm.running_mean is None:
+            raise ValueError(
+                f"{name or 'the model'} keeps no running statistics (track_running_stats=False), so it has no fixed "
+                "map; it cannot be folded"
+            )
+        if norm.running_mean.is_meta:
+            raise ValueError(f"{name or 'the model'} is on the meta device and has no values to fold; load them first")
     if max_growth < 1:
         raise ValueError(f"max_growth={max_growth} must be at least 1; 2 is the default, infinity folds always")
     model = copy.deepcopy(model)
