@@ -9,7 +9,7 @@ import torch
 from foldable import check, settled
 from third_party import BatchNormAct2d
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
 
 from iternorm import (
@@ -121,6 +121,19 @@ def test_parametrized_and_overridden_neighbours_are_left():
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
     for conv in (parametrizations.weight_norm(nn.Conv2d(4, 4, 3)), Doubled(4, 4, 3), wrapped):
         check(settled(Wired(chain, conv=conv)), x, ["pointwise"])
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_parametrized_norm_folds(activation):
+    class Positive(nn.Module):
+        def forward(self, weight):
+            return weight.abs()
+
+    model = settled(nn.Sequential(nn.Conv2d(4, 6, 3), IterNorm2d(6, group_size=4, activation=activation)))
+    with torch.no_grad():
+        model[1].weight.neg_()
+    parametrize.register_parametrization(model[1], "weight", Positive())
+    check(model, torch.randn(2, 4, 5, 5, dtype=torch.float64), ["previous"])
 
 
 def test_a_layer_that_is_also_used_where_tracing_does_not_look():

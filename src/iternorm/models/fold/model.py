@@ -205,8 +205,9 @@ def _width(layer: Any, how: str) -> int:
 
 def _linear_part(norm: WhiteningNorm) -> WhiteningNorm:
     """The norm without its activation, which `_in_place_of` puts back."""
-    bare = copy.copy(norm)
-    bare.activation = None
+    # Not `copy.copy`, which a parametrized layer refuses.
+    bare = type(norm).__new__(type(norm))
+    vars(bare).update(vars(norm), activation=None)
     return bare
 
 
