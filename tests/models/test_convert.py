@@ -287,6 +287,23 @@ def test_what_cannot_be_converted_is_named():
     assert "skipped    lazy: LazyBatchNorm2d" in str(report)
 
 
+def test_what_was_done_to_a_layer_is_not_lost_on_the_way_back():
+    parametrized = parametrize.register_parametrization(IterNorm2d(4), "weight", nn.Softplus())
+    wrapped: Any = IterNorm2d(4)
+    inner = wrapped.forward
+    wrapped.forward = lambda input: 2 * inner(input)
+    batchnorm = parametrize.register_parametrization(nn.BatchNorm2d(4), "weight", nn.Softplus())
+    model = nn.Sequential(parametrized, wrapped, batchnorm).eval()
+    x = torch.randn(3, 4, 5, 5)
+    expected = model(x)
+    with pytest.warns(UserWarning, match=r"2 layer\(s\) .*0: .* is parametrized.*1: .* has a forward of its own"):
+        iternorm.convert_to_batchnorm(model)
+    with pytest.warns(UserWarning, match=r"stay as they are: 0 \(.*1 \(.*2 \("):
+        iternorm.convert_sync_iternorm(model, batchnorm=True)
+    assert list(model) == [parametrized, wrapped, batchnorm]
+    torch.testing.assert_close(model(x), expected)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_a_batchnorm_with_an_activation_keeps_it(training):
     torch.manual_seed(0)

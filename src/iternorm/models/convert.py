@@ -170,10 +170,8 @@ def _obstacle(layer: Any) -> str | None:
         return "is compiled by TorchScript; convert the model before scripting it"
     if isinstance(layer, LazyModuleMixin):
         return _LAZY
-    if "forward" in vars(layer):
-        return "has a forward of its own set on the instance; replace it by hand"
-    if parametrize.is_parametrized(layer):
-        return "is parametrized; remove the parametrization first (torch.nn.utils.parametrize)"
+    if reason := _changed(layer):
+        return reason
     if type(layer).train is not nn.Module.train:
         return "has a train of its own, which the new layer would not have; use a BatchNorm and iternorm.freeze"
     base = _base(layer)
@@ -181,6 +179,15 @@ def _obstacle(layer: Any) -> str | None:
         return "is derived from _BatchNorm directly, so the rank of its input is not known; replace it by hand"
     if type(layer).forward is not base.forward and not applies_children(layer, base):
         return "has a forward of its own, which is not a BatchNorm followed by its child modules; replace it by hand"
+    return None
+
+
+def _changed(layer: nn.Module) -> str | None:
+    """What was done to a layer that a new one in its place would lose."""
+    if "forward" in vars(layer):
+        return "has a forward of its own set on the instance; replace it by hand"
+    if parametrize.is_parametrized(layer):
+        return "is parametrized; remove the parametrization first (torch.nn.utils.parametrize)"
     return None
 
 
@@ -248,6 +255,8 @@ def convert_to_batchnorm(model: nn.Module, *, report: ConversionReport | None = 
 def _diagonal_obstacle(layer: WhiteningNorm, is_joined: bool) -> str | None:
     if isinstance(layer, LazyModuleMixin):
         return _LAZY
+    if reason := _changed(layer):
+        return reason
     if layer.activation is not None and not is_joined:
         return f"has activation={layer.activation!r} in it, which no BatchNorm has; put a module behind it instead"
     if layer.running_whitening is None:
@@ -291,8 +300,8 @@ def convert_sync_iternorm(module: nn.Module, process_group: Any = None, *, batch
 
     Parameters and buffers stay the same. As in `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, children are replaced
     in place and the module is returned (a new one where it is itself such a layer). Layers that are synchronized
-    already take the new process group. Lazy layers before their first batch are left as they are, with a warning that
-    names them, and so are, with `batchnorm`, subclasses of BatchNorm with a forward of their own.
+    already take the new process group. Lazy layers before their first batch and parametrized ones are left as they are,
+    with a warning that names them, and so are, with `batchnorm`, subclasses of BatchNorm with a forward of their own.
 
     Args:
         module: the model.
@@ -311,9 +320,10 @@ running='whitening')
     for name, layer in module.named_modules():
         if isinstance(layer, Synchronized) or not isinstance(layer, _BatchNorm):
             continue
-        if isinstance(layer, (_IterNorm, _DecorrelatedBatchNorm)) and not isinstance(layer, LazyModuleMixin):
+        is_own = isinstance(layer, (_IterNorm, _DecorrelatedBatchNorm)) and not isinstance(layer, LazyModuleMixin)
+        if is_own and not _changed(layer):
             replacements[layer] = _synchronized(layer, process_group)
-        elif batchnorm and _is_plain_batchnorm(layer):
+        elif batchnorm and _is_plain_batchnorm(layer) and not _changed(layer):
             replacements[layer] = _sync_batchnorm(layer, process_group)
         elif batchnorm or isinstance(layer, WhiteningNorm):
             left.append(replace.named(name, layer))
