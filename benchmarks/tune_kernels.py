@@ -32,7 +32,7 @@ MODES = {
     "fp32": (torch.float32, "highest"),
 }
 _GROUP, _STEPS, _EPS = 64, 5, 1e-5
-_OWN_TILES = items.ItemPlan._tiles
+_OWN_TILES = items.ItemPlan.tiles_of
 Calls = dict[str, Callable[[], object]]
 
 
@@ -173,7 +173,7 @@ def use(tuned: str | None = None, tiles: Tiles | None = None) -> None:
         return tiles if tiles is not None and kernel == tuned else _OWN_TILES(self, kernel)
 
     plans.tiles_for = chosen
-    items.ItemPlan._tiles = chosen_for_samples
+    items.ItemPlan.tiles_of = chosen_for_samples
     forget()
 
 

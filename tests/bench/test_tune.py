@@ -20,7 +20,7 @@ tune = runpy.run_path(str(BENCHMARKS / "tune_kernels.py"))
 def _as_before(precision):
     yield
     plan.tiles_for = tiling.tiles_for
-    items.ItemPlan._tiles = tune["_OWN_TILES"]
+    items.ItemPlan.tiles_of = tune["_OWN_TILES"]
     tune["forget"]()
 
 

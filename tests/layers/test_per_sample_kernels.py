@@ -250,12 +250,12 @@ def test_no_program_of_an_item_is_without_a_piece():
             for sms, size in itertools.product((3, 132), (8, 64)):
                 items._plans.clear()
                 plan = items.plan_for(x, None, None, shape[1] // 2, size, 5, False, False)
-                plan._num_sms = sms
+                plan.num_sms = sms
                 launch = plan.launches["moments"]
                 tile = launch.constants["TILE"]
                 # Tiles of all channels have positions for samples.
                 samples = plan.layout.samples // (tile.SPAN if tile.FLAT else 1)
-                assert launch.grid[0] == -(-samples // plan._unit_of("moments"))
+                assert launch.grid[0] == -(-samples // plan.unit_of("moments"))
     items._plans.clear()
 
 
@@ -264,10 +264,10 @@ def test_moments_of_few_samples_have_one_program_to_a_multiprocessor(batch, expe
     monkeypatch.setattr(items, "_plans", {})
     x = torch.empty(batch, 64, 32, 32, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     plan = items.plan_for(x, None, None, 32, 32, 5, False, False)
-    plan._num_sms = 132
+    plan.num_sms = 132
     for kernel in ("moments", "cross_moments"):
         launch = plan.launches[kernel]
         assert launch.constants["TILE"].FLAT
         assert launch.grid == (max(1, 132 * expected // batch), batch)
     # The iteration of one program hides that of another.
-    assert plan._tiles("whiten").per_sm == plan._tiles("whiten_backward").per_sm == 2
+    assert plan.tiles_of("whiten").per_sm == plan.tiles_of("whiten_backward").per_sm == 2

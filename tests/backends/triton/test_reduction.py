@@ -58,7 +58,7 @@ def test_several_rows_to_a_program_give_the_bits_of_one(name, last, monkeypatch,
 def test_an_h200_keeps_a_thousand_programs_busy(groups, size, expected):
     x = torch.empty(1, groups * size, 1, 1)
     made = plan.Plan(plan.plan_for(x, None, None, size, 5, None).key, x)
-    made._num_sms = 132
+    made.num_sms = 132
     launch = made.launches["reduce"]
     assert launch.constants["EACH"] == expected
     assert launch.grid == (groups, size // expected)

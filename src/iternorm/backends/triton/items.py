@@ -100,16 +100,16 @@ class ItemPlan(Plan):
         return self._of_batch if self._flat else self.layout
 
     @property
-    def _partials(self) -> tuple[int, int]:
-        return (self._side, self._span) if self._flat else super()._partials
+    def partials(self) -> tuple[int, int]:
+        return (self._side, self._span) if self._flat else super().partials
 
     @property
     def _value_bytes(self) -> int:
         # The tiles that depend on it were timed of whole batches.
         return 0
 
-    def _tiles(self, kernel: str) -> Tiles:
-        tiles, small = super()._tiles(kernel), self.layout.padded < LARGEST_NEWTON
+    def tiles_of(self, kernel: str) -> Tiles:
+        tiles, small = super().tiles_of(kernel), self.layout.padded < LARGEST_NEWTON
         if self._flat:
             # The iteration's matrices are smaller than those of a layer over a batch, and leave room for two programs,
             # which hide each other's.
@@ -133,7 +133,7 @@ class ItemPlan(Plan):
         layout, pack = self.layout, self._pack
         # No larger than an item's channel, and at least what a matrix product takes.
         samples = min(tiles.samples, max(16, pack, 1 << (self._length * pack - 1).bit_length()))
-        places = self._num_sms * tiles.per_sm // layout.num_groups
+        places = self.num_sms * tiles.per_sm // layout.num_groups
         # Where there is room for several programs to a group, one more writes what is kept.
         keepers = int(kernel == "whiten" and places > 1)
         count, by_block = self._shared(places - keepers, samples)
@@ -141,7 +141,7 @@ class ItemPlan(Plan):
         tile = Tile(
             D=layout.group_size,
             BD=layout.padded,
-            BC=self._partials[0],
+            BC=self.partials[0],
             BL=samples,
             ROWS=layout.rows,
             # An item fits the cache, whatever the order.
@@ -174,7 +174,7 @@ class ItemPlan(Plan):
         count = -(-pieces // each)
         return count, not by_tile or count == 1
 
-    def _unit_of(self, name: str) -> int:
+    def unit_of(self, name: str) -> int:
         count, tile = self.num_programs(name), self.launches[name].constants["TILE"]
         if tile.BY_BLOCK and not self._flat:
             return -(-(self._span // tile.PACK) // count) * tile.PACK * self._length

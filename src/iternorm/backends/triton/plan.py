@@ -8,43 +8,30 @@ from torch import Tensor
 from triton import OutOfResources
 
 from iternorm.backends.triton.device.moments import partial_moments
-from iternorm.backends.triton.device.newton import Newton
-from iternorm.backends.triton.device.reduce import reduce_moments
 from iternorm.backends.triton.device.tiles import After, Passing, Tile
-from iternorm.backends.triton.device.whiten import weight_gradient, whiten_backward, whiten_forward
-from iternorm.backends.triton.device.wide.moments import wide_moments, wide_reduce
+from iternorm.backends.triton.device.wide.moments import wide_moments
 from iternorm.backends.triton.exchange import Exchange
 from iternorm.backends.triton.iteration import Iteration, RunningKey
 from iternorm.backends.triton.layout import (
-    BLOCK,
     LARGEST_NEWTON,
     Layout,
     layout_of,
     placed_without_data,
     shared_size,
-    slots_of,
     state_of,
 )
 from iternorm.backends.triton.maps import Maps
 from iternorm.backends.triton.precision import (
     NewtonSplit,
     Split,
-    is_watched,
-    jitter,
     matrix_precision,
-    newton_raised,
-    newton_range,
     newton_split,
     split_for,
 )
+from iternorm.backends.triton.reductions import Reductions
 from iternorm.backends.triton.runtime import Launch, Launches, device_of
 from iternorm.backends.triton.tiling import LONGEST_SUM, Tiles, block_of, programs, tiles_for
-
-# The least programs for each multiprocessor that a reduction keeps where it has several rows to a program. They are
-# tiny: 8192 of one or two partials each took 6 us (H200).
-_REDUCERS = 8
-# The most rows to a program: the kernel repeats its code for each.
-_MOST_ROWS = 8
+from iternorm.backends.triton.whiten import Whitens
 
 
 class Key(NamedTuple):
@@ -146,7 +133,7 @@ class Plan:
         self.launches = Launches(makers)
         self.run = self.launches.run
         self._sizes: dict[str, int] = {}
-        self._num_sms = device_of(key.device).num_sms
+        self.num_sms = device_of(key.device).num_sms
         self._chosen: dict[str, Tiles] = {}
         self._num_programs: dict[str, int] = {}
 
@@ -154,12 +141,9 @@ class Plan:
         """What makes each launch, when it is first wanted."""
         return {
             "moments": self._moments,
-            "reduce": self._reduce,
-            "whiten": self._whiten,
             "cross_moments": self._cross_moments,
-            "cross_reduce": self._cross_reduce,
-            "whiten_backward": self._whiten_backward,
-            "weight_gradient": self._weight_gradient,
+            **Reductions(self).makers,
+            **Whitens(self).makers,
             **self.maps.makers,
         }
 
@@ -175,7 +159,7 @@ class Plan:
         return self.layout
 
     @property
-    def _partials(self) -> tuple[int, int]:
+    def partials(self) -> tuple[int, int]:
         """The rows of a program's partial matrix, and how many of them are one of the group's."""
         return self.layout.padded, 1
 
@@ -184,7 +168,7 @@ class Plan:
         """The bytes of a value, where tiles depend on it."""
         return self.key.dtype.itemsize
 
-    def _tiles(self, kernel: str) -> Tiles:
+    def tiles_of(self, kernel: str) -> Tiles:
         if kernel in self._chosen:
             return self._chosen[kernel]
         key = self.key
@@ -211,7 +195,7 @@ class Plan:
 
         Its tiles are chosen for an H200. A GPU that has less shared memory shows it when the kernel is compiled.
         """
-        tiles = self._tiles(kernel)
+        tiles = self.tiles_of(kernel)
         while True:
             try:
                 launch = self._in_tiles(tiles, kernel, function, pointers, constants, floats, block, blocks)
@@ -231,7 +215,7 @@ class Plan:
         layout = self.layout
         # One more than there are shares of the samples writes what is kept.
         keepers = int(kernel == "whiten")
-        count = programs(layout, tiles, self._num_sms, keepers, blocks)
+        count = programs(layout, tiles, self.num_sms, keepers, blocks)
         self._num_programs[kernel] = count
         integers = (layout.samples, layout.channels, layout.length, count)
         tile = Tile(
@@ -280,81 +264,6 @@ class Plan:
     def _cross_moments(self) -> Launch:
         return self._moments(backward=True)
 
-    def _reduce(self, backward: bool = False) -> Launch:
-        layout = self.layout
-        name = "cross_moments" if backward else "moments"
-        count = self.num_programs(name)
-        fp32 = torch.float32
-        # Of several ranks the moments are sent, and `merge` counts.
-        sent = self.key.ranks > 0
-        counted = not backward and not sent and self.counts
-        weighted = backward and sent and not layout.wide and self.key.weight is not None
-        common = {"D": layout.group_size, "BD": layout.padded, "SELF": not backward, "COUNT": counted}
-        common |= {"SENT": sent, "WEIGHT": weighted}
-        pointers = (
-            fp32,
-            fp32,
-            None if sent and not backward else fp32,
-            None if sent or backward else fp32,
-            *(torch.int64 if counted else None,) * 2,
-            *(fp32 if weighted else None,) * 2,
-        )
-        integers = (layout.samples, layout.channels, count, self._unit_of(name))
-        if self.layout.wide:
-            grid = ((layout.padded // 32) ** 2, layout.num_groups)
-            words = {**common, "BC": BLOCK, "SIDE": 32, "PB": min(8, 1 << (count - 1).bit_length())}
-            return Launch(wide_reduce, grid, pointers, (), integers, (1,), words, 4, self.key.device)
-        # All partials of a row at once where they are few enough: a loop waits for the memory at every turn.
-        side, span = self._partials
-        block = max(2, min(256, 1 << (count * span - 1).bit_length()))
-        each = self._rows_each
-        grid = (layout.num_groups, layout.padded // each)
-        words = {**common, "BC": side, "SPAN": span, "PB": block, "EACH": each}
-        warps = max(1, min(4, block // 16), block // 32)
-        return Launch(reduce_moments, grid, pointers, (), integers, (1,), words, warps, self.key.device)
-
-    @property
-    def _rows_each(self) -> int:
-        """How many rows of a group's matrix a program of the reduction takes: one unless there are many groups."""
-        wanted = self.layout.num_groups * self.layout.padded // (_REDUCERS * self._num_sms)
-        # A power of two, as the rows of a group are.
-        return min(_MOST_ROWS, 1 << max(wanted, 1).bit_length() - 1)
-
-    def _cross_reduce(self) -> Launch:
-        return self._reduce(backward=True)
-
-    def _whiten(self) -> Launch:
-        dtype, weight, bias, fp32 = self.key.dtype, self.key.weight, self.key.bias, torch.float32
-        running = self.key.running or RunningKey()
-        size = self.layout.shared or self.layout.group_size
-        constants = {
-            "NEWTON": self._newton,
-            "AVERAGE": None if self.key.running is None else running.average(size),
-            "WEIGHT": weight is not None,
-            "BIAS": bias is not None,
-            "AFTER": self.after,
-        }
-        pointers = (dtype, dtype, self.residual, *(fp32,) * 4, self.kept, weight, bias, running.mean, running.matrix)
-        counters = (torch.int64 if running.counted else None,) * 2
-        return self.passes("whiten", whiten_forward, (*pointers, *counters), constants, floats=(0.1, 0.1))
-
-    def _whiten_backward(self) -> Launch:
-        dtype, weight, fp32 = self.key.dtype, self.key.weight, torch.float32
-        activations = (dtype, dtype, dtype if self.masks else None, dtype)
-        pointers = (*activations, *(fp32,) * 4, self.kept, fp32, weight, None if weight is None else fp32)
-        largest = newton_range(self.key.num_iters) if self.newton_split.in_half else 1.0
-        # Of matrices on their way: as many as leave room for the programs of a multiprocessor.
-        stages = 3 if self.newton_split <= (2 if self._tiles("whiten_backward").per_sm == 1 else 1) else 2
-        newton = self._newton._replace(LARGEST=largest, STAGES=stages)
-        constants = {"NEWTON": newton, "WEIGHT": weight is not None, "RELU": self.masks}
-        return self.passes("whiten_backward", whiten_backward, pointers, constants, floats=(0.1,))
-
-    def _weight_gradient(self) -> Launch:
-        layout, fp32 = self.layout, torch.float32
-        constants = {"D": layout.group_size, "BD": layout.padded, "SHARED": layout.shared}
-        grid = (layout.num_groups, 1)
-        return Launch(weight_gradient, grid, (fp32,) * 3, (), (layout.channels,), (0,), constants, 4, self.key.device)
-
     @property
     def after(self) -> After:
         """What follows the normalization in a forward's last kernel."""
@@ -369,20 +278,6 @@ class Plan:
     def masks(self) -> bool:
         """Whether the backward's last kernel masks the gradient, which its first has not written."""
         return self.key.relu and not self.keeps_gradient
-
-    @property
-    def _newton(self) -> Newton:
-        key = self.key
-        return Newton(
-            T=key.num_iters,
-            PARTS=int(self.newton_split),
-            # ZCA's variances are raised, which keeps its eigenvalues positive.
-            WATCHED=is_watched(key.num_iters) and not key.exact,
-            STRIDE=slots_of(key.num_iters) * self.layout.padded**2 * max(self.newton_split, 1),
-            JITTER=jitter(key.split) if key.exact else 0.0,
-            SHARED=self.layout.shared,
-            RAISED=newton_raised(key.num_iters) if self.newton_split.in_half else 1.0,
-        )
 
     @property
     def kept(self) -> torch.dtype:
@@ -401,7 +296,7 @@ class Plan:
         """The elements of the workspace."""
         size = self._sizes.get(name)
         if size is None:
-            padded, count, side = self.layout.padded, self.layout.num_groups, self._partials[0]
+            padded, count, side = self.layout.padded, self.layout.num_groups, self.partials[0]
             backward = name == "cross_moments"
             size = (self.num_programs(name) * (side + 2) * side + backward * padded**2) * count
             if self.iteration is not None:
@@ -411,9 +306,9 @@ class Plan:
             self._sizes[name] = size
         return size
 
-    def _unit_of(self, name: str) -> int:
+    def unit_of(self, name: str) -> int:
         """Of how many samples each the pieces are that go round among the programs of a launch: `tiles.samples_of`."""
-        samples = self._tiles(name).samples
+        samples = self.tiles_of(name).samples
         tiles = -(-self.layout.samples // samples)
         return samples if self._goes_round else samples * -(-tiles // self.num_programs(name))
 

@@ -17,7 +17,7 @@ class StreamPlan(Plan):
 
     def _moments(self, backward: bool = False) -> Launch:
         # Samples that the threads of a program have side by side, 16 bytes each.
-        apart = 512 * self._tiles("moments").warps // (self.layout.padded * self.key.dtype.itemsize)
+        apart = 512 * self.tiles_of("moments").warps // (self.layout.padded * self.key.dtype.itemsize)
         pointers, constants = (self.key.dtype, torch.float32), {"APART": min(16, apart)}
         return self.passes("moments", stream_moments, pointers, constants)
 
@@ -30,7 +30,7 @@ class StreamPlan(Plan):
         rows, columns = 2, min(32, padded)
         constants = {"D": size, "BD": padded, "RB": rows, "CB": columns, "PB": 16}
         pointers = (torch.float32, torch.float64, torch.float64)
-        integers = (layout.samples, self.num_programs("moments"), self._unit_of("moments"))
+        integers = (layout.samples, self.num_programs("moments"), self.unit_of("moments"))
         # An example of 64 bits for what was seen.
         grid = (-(-size // rows), padded // columns)
         return Launch(join_stream, grid, pointers, (2**31,), integers, (), constants, 4, self.key.device)
