@@ -15,7 +15,8 @@ from contextlib import suppress
 import torch
 from triton import OutOfResources
 
-from iternorm.backends.triton import iteration, tiling
+from iternorm.backends.triton import tiling
+from iternorm.backends.triton.launches import iteration
 from iternorm.backends.triton.tiling import Blocks
 from tune_kernels import graph_time, warm
 

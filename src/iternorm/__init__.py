@@ -30,7 +30,7 @@ from iternorm.layers.per_sample import (
 )
 from iternorm.layers.sync import SyncDecorrelatedBatchNorm, SyncIterNorm
 from iternorm.models.calibrate import freeze, recalibrate, unfreeze
-from iternorm.models.convert import ConversionReport, convert_batchnorm, convert_sync_iternorm, convert_to_batchnorm
+from iternorm.models.convert import ConversionReport, convert_batchnorm, convert_to_batchnorm
 from iternorm.models.features import DecorrelatedLinear, decorrelate_features
 from iternorm.models.fold.model import Folded, FoldTable, fold
 from iternorm.models.fold.weights import (
@@ -41,6 +41,7 @@ from iternorm.models.fold.weights import (
     fold_into_previous_layer,
     fold_pointwise,
 )
+from iternorm.models.synchronize import convert_sync_iternorm
 from iternorm.whitener.estimator import Whitener
 
 try:

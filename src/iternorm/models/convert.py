@@ -1,4 +1,4 @@
-"""A model with BatchNorm -> the same model with IterNorm, and back; and IterNorm before the last linear layer."""
+"""A model with BatchNorm -> the same model with IterNorm, and back."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils import parametrize
 
 from iternorm.backends.torch import verbs as torch_verbs
 from iternorm.layers import checkpoints
@@ -17,14 +16,12 @@ from iternorm.layers.norms import (
     IterNorm1d,
     IterNorm2d,
     IterNorm3d,
-    _DecorrelatedBatchNorm,
-    _IterNorm,
     _Rank1d,
     _Rank2d,
     _Rank3d,
 )
 from iternorm.layers.per_sample import PerSampleWhitening
-from iternorm.layers.sync import SyncDecorrelatedBatchNorm, Synchronized, SyncIterNorm
+from iternorm.layers.sync import Synchronized, SyncIterNorm
 from iternorm.models import replace
 from iternorm.models.followed import FOLLOWED, Followed, applies_children
 from iternorm.models.fuse import junctions
@@ -170,11 +167,11 @@ def _obstacle(layer: Any) -> str | None:
         return "is compiled by TorchScript; convert the model before scripting it"
     if isinstance(layer, LazyModuleMixin):
         return _LAZY
-    if reason := _changed(layer):
+    if reason := replace.changed(layer):
         return reason
     if type(layer).train is not nn.Module.train:
         return "has a train of its own, which the new layer would not have; use a BatchNorm and iternorm.freeze"
-    base = _base(layer)
+    base = batchnorm_class(layer)
     if base is None:
         return "is derived from _BatchNorm directly, so the rank of its input is not known; replace it by hand"
     if type(layer).forward is not base.forward and not applies_children(layer, base):
@@ -182,25 +179,17 @@ def _obstacle(layer: Any) -> str | None:
     return None
 
 
-def _changed(layer: nn.Module) -> str | None:
-    """What was done to a layer that a new one in its place would lose."""
-    if "forward" in vars(layer):
-        return "has a forward of its own set on the instance; replace it by hand"
-    if parametrize.is_parametrized(layer):
-        return "is parametrized; remove the parametrization first (torch.nn.utils.parametrize)"
-    return None
-
-
 _PER_SAMPLE = "whitens each sample by itself, which no BatchNorm does; use GroupNorm or InstanceNorm in its place"
 _LAZY = "has not seen a batch, so its number of channels is not known; run one batch first"
 
 
-def _base(layer: nn.Module) -> Any:
+def batchnorm_class(layer: nn.Module) -> Any:
+    """The BatchNorm of torch that a layer is, or is derived from; None if it is none."""
     return next((base for base in _TO_ITERNORM if isinstance(layer, base)), None)
 
 
 def _to_iternorm(layer: Any, options: dict[str, Any]) -> nn.Module:
-    base = _base(layer)
+    base = batchnorm_class(layer)
     target = _TO_ITERNORM[base]
     follows = type(layer).forward is not base.forward
     target = FOLLOWED[target] if follows else target
@@ -255,7 +244,7 @@ def convert_to_batchnorm(model: nn.Module, *, report: ConversionReport | None = 
 def _diagonal_obstacle(layer: WhiteningNorm, is_joined: bool) -> str | None:
     if isinstance(layer, LazyModuleMixin):
         return _LAZY
-    if reason := _changed(layer):
+    if reason := replace.changed(layer):
         return reason
     if layer.activation is not None and not is_joined:
         return f"has activation={layer.activation!r} in it, which no BatchNorm has; put a module behind it instead"
@@ -293,71 +282,3 @@ def _to_batchnorm(whitening: WhiteningNorm) -> nn.Module:
             diagonal = variance.clamp(min=0).to(matrix.dtype)
         new.running_var = diagonal.clone()
     return new
-
-
-def convert_sync_iternorm(module: nn.Module, process_group: Any = None, *, batchnorm: bool = False) -> nn.Module:
-    """Replace IterNorm layers by SyncIterNorm and DecorrelatedBatchNorm layers by SyncDecorrelatedBatchNorm.
-
-    Parameters and buffers stay the same. As in `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, children are replaced
-    in place and the module is returned (a new one where it is itself such a layer). Layers that are synchronized
-    already take the new process group. Lazy layers before their first batch and parametrized ones are left as they are,
-    with a warning that names them, and so are, with `batchnorm`, subclasses of BatchNorm with a forward of their own.
-
-    Args:
-        module: the model.
-        process_group: the processes to synchronize over; None is all of them.
-        batchnorm: replace BatchNorm layers by `torch.nn.SyncBatchNorm`, too. Torch's own conversion raises on a model
-            with layers of this package in it.
-
-    Example:
-        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), IterNorm2d(8))
-        >>> convert_sync_iternorm(model)[1]
-        SyncIterNorm(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, group_size=64, num_iters=5, \
-running='whitening')
-    """
-    replacements: dict[nn.Module, nn.Module] = {}
-    left = []
-    for name, layer in module.named_modules():
-        if isinstance(layer, Synchronized) or not isinstance(layer, _BatchNorm):
-            continue
-        is_own = isinstance(layer, (_IterNorm, _DecorrelatedBatchNorm)) and not isinstance(layer, LazyModuleMixin)
-        if is_own and not _changed(layer):
-            replacements[layer] = _synchronized(layer, process_group)
-        elif batchnorm and _is_plain_batchnorm(layer) and not _changed(layer):
-            replacements[layer] = _sync_batchnorm(layer, process_group)
-        elif batchnorm or isinstance(layer, WhiteningNorm):
-            left.append(replace.named(name, layer))
-    if left:
-        warnings.warn(f"these layers have no synchronized form and stay as they are: {', '.join(left)}", stacklevel=2)
-    for layer in module.modules():
-        if isinstance(layer, Synchronized):
-            layer.process_group = process_group
-    return replace.replace_modules(module, replacements)
-
-
-def _is_plain_batchnorm(layer: nn.Module) -> bool:
-    base = _base(layer)
-    return base is not None and type(layer).forward is base.forward
-
-
-def _sync_batchnorm(layer: Any, process_group: Any) -> nn.Module:
-    args = layer.num_features, layer.eps, layer.momentum, layer.affine, layer.running_mean is not None
-    result = nn.SyncBatchNorm(*args, process_group, device="meta")
-    replace.carry(layer, result)
-    result.track_running_stats = layer.track_running_stats
-    return result
-
-
-def _synchronized(layer: Any, process_group: Any) -> Synchronized:
-    impl = layer.impl if layer.impl in ("torch", "native") else "auto"
-    names = ("group_size", "running", "activation", "correction", "shrinkage", "shuffle")
-    options = {"impl": impl, **{name: getattr(layer, name) for name in names}}
-    if isinstance(layer, _IterNorm):
-        kind, options["num_iters"] = SyncIterNorm, layer.num_iters
-    else:
-        kind, options["solver"] = SyncDecorrelatedBatchNorm, layer.solver
-    kind = FOLLOWED[kind] if isinstance(layer, Followed) else kind
-    args = layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats
-    result = kind(*args, process_group, device="meta", **options)
-    replace.carry(layer, result)
-    return result

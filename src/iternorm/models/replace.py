@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import _WrappedHook
+from torch.nn.utils import parametrize
 
 _HOOKS = (
     "_backward_pre_hooks",
@@ -49,6 +50,15 @@ class Kept:
     def __call__(self) -> None:
         name = type(self.layer).__name__
         warnings.warn(f"{name} is frozen and keeps its statistics; call iternorm.unfreeze first", stacklevel=2)
+
+
+def changed(layer: nn.Module) -> str | None:
+    """What was done to a layer that a new one in its place would lose."""
+    if "forward" in vars(layer):
+        return "has a forward of its own set on the instance; replace it by hand"
+    if parametrize.is_parametrized(layer):
+        return "is parametrized; remove the parametrization first (torch.nn.utils.parametrize)"
+    return None
 
 
 def freeze(layer: nn.Module) -> None:

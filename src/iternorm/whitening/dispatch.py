@@ -93,7 +93,7 @@ def iteration_for(backend: Backend, settings: Settings, x: Tensor) -> ModuleType
     products that it can place: those stay with torch.
     """
     if backend is Backend.TRITON_ITERATION:
-        from iternorm.backends.triton import iteration
+        from iternorm.backends.triton.launches import iteration
 
         return iteration
     if backend is not Backend.VERBS or settings.solver != "newton" or settings.process_group is not None:

@@ -17,8 +17,9 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: gpu/test_kernels.py", allow_module_level=True)
 
 from iternorm import GroupWhitening2d, IterNorm2d
-from iternorm.backends.triton import iteration, layout, plan, precision, runtime
+from iternorm.backends.triton import layout, plan, precision, runtime
 from iternorm.backends.triton import run as launch
+from iternorm.backends.triton.launches import iteration
 from iternorm.whitening import autograd
 from iternorm.whitening.settings import Running, Settings
 

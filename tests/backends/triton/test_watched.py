@@ -15,8 +15,9 @@ if torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from iternorm.backends.triton import iteration, plan, precision
+from iternorm.backends.triton import plan, precision
 from iternorm.backends.triton.device import newton
+from iternorm.backends.triton.launches import iteration
 from iternorm.whitening import settings
 
 

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_gpu.py", allow_module_level=True)
 
-from iternorm.backends.triton import iteration, plan, precision, tiling
+from iternorm.backends.triton import plan, precision, tiling
+from iternorm.backends.triton.launches import iteration
 
 
 @pytest.fixture(params=[False, True], ids=["apart", "joined"])

@@ -10,8 +10,11 @@ from triton import OutOfResources
 from iternorm.backends.triton.device.moments import partial_moments
 from iternorm.backends.triton.device.tiles import After, Passing, Tile
 from iternorm.backends.triton.device.wide.moments import wide_moments
-from iternorm.backends.triton.exchange import Exchange
-from iternorm.backends.triton.iteration import Iteration, RunningKey
+from iternorm.backends.triton.launches.exchange import Exchange
+from iternorm.backends.triton.launches.iteration import Iteration, RunningKey
+from iternorm.backends.triton.launches.maps import Maps
+from iternorm.backends.triton.launches.reductions import Reductions
+from iternorm.backends.triton.launches.whiten import Whitens
 from iternorm.backends.triton.layout import (
     LARGEST_NEWTON,
     Layout,
@@ -20,7 +23,6 @@ from iternorm.backends.triton.layout import (
     shared_size,
     state_of,
 )
-from iternorm.backends.triton.maps import Maps
 from iternorm.backends.triton.precision import (
     NewtonSplit,
     Split,
@@ -28,10 +30,8 @@ from iternorm.backends.triton.precision import (
     newton_split,
     split_for,
 )
-from iternorm.backends.triton.reductions import Reductions
 from iternorm.backends.triton.runtime import Launch, Launches, device_of
 from iternorm.backends.triton.tiling import LONGEST_SUM, Tiles, block_of, programs, tiles_for
-from iternorm.backends.triton.whiten import Whitens
 
 
 class Key(NamedTuple):

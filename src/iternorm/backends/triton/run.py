@@ -1,7 +1,7 @@
 """One whitening layer on the GPU: `forward` and `backward`, and the verb `apply` for eval.
 
 Forward and backward are one chain of launches each: partial moments, their reduction, and the iteration with what it is
-for. Where groups have more than 64 channels, the iteration is the launches of `iternorm.backends.triton.iteration`.
+for. Where groups have more than 64 channels, the iteration is the launches of `launches/iteration.py`.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iternorm.backends.triton.iteration import meeting_place
+from iternorm.backends.triton.launches.iteration import meeting_place
 from iternorm.backends.triton.layout import (
     by_cublas,
     dense,

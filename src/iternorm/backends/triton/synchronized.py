@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iternorm.backends.triton.iteration import meeting_place
+from iternorm.backends.triton.launches.iteration import meeting_place
 from iternorm.backends.triton.layout import placed, split_of
 from iternorm.backends.triton.plan import Plan, plan_for
 from iternorm.backends.triton.run import NOT_RUNNING, behind, gradient_calls, in_strides, parts_of, whitening_calls

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: gpu/test_kernels.py", allow_module_level=True)
 
-from iternorm.backends.triton import iteration, plan, precision, tiling
+from iternorm.backends.triton import plan, precision, tiling
+from iternorm.backends.triton.launches import iteration
 from iternorm.whitening import dispatch, settings
 
 

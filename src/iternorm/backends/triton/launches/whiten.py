@@ -7,7 +7,7 @@ import torch
 
 from iternorm.backends.triton.device.newton import Newton
 from iternorm.backends.triton.device.whiten import weight_gradient, whiten_backward, whiten_forward
-from iternorm.backends.triton.iteration import RunningKey
+from iternorm.backends.triton.launches.iteration import RunningKey
 from iternorm.backends.triton.layout import slots_of
 from iternorm.backends.triton.precision import is_watched, jitter, newton_raised, newton_range
 from iternorm.backends.triton.runtime import Launch
