@@ -11,6 +11,7 @@ from checks import correlated
 
 from iternorm import GroupWhitening2d, IterNorm2d
 from iternorm.backends.triton import items, plan
+from iternorm.backends.triton.launches import reductions
 
 WORDS: dict = {"num_iters": 1, "impl": "triton"}
 LAYERS = {
@@ -43,7 +44,7 @@ def step(name, last, monkeypatch):
 def test_several_rows_to_a_program_give_the_bits_of_one(name, last, monkeypatch, poisoned_memory):
     several, rows = step(name, last, monkeypatch)
     assert min(rows) > 1
-    monkeypatch.setattr(plan, "_MOST_ROWS", 1)
+    monkeypatch.setattr(reductions, "_MOST_ROWS", 1)
     one, rows = step(name, last, monkeypatch)
     assert rows == {1}
     for a, b in zip(several, one, strict=True):
