@@ -9,7 +9,7 @@ import third_party
 import torch
 from third_party import BatchNormAct2d, logits
 from torch import fx, nn
-from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+from torch.nn.utils import parametrize, prune, spectral_norm, weight_norm
 
 import iternorm
 from iternorm import (
@@ -417,45 +417,3 @@ def test_a_whitening_matrix_with_no_diagonal_scale_stays():
         convert_to_batchnorm(model)
     assert type(model[0]) is DecorrelatedBatchNorm1d
     assert type(model[1]) is nn.BatchNorm1d
-
-
-def test_decorrelate_features_of_a_third_party_model():
-    model, x = third_party.build("transformers ResNet")
-    keys = list(model.state_dict())
-    with torch.no_grad():
-        expected = logits(model, x)
-        assert decorrelate_features(model, group_size=16) is model
-        # Running statistics start at 0 and the identity: nothing changes in eval.
-        torch.testing.assert_close(logits(model, x), expected)
-    assert set(keys) < set(model.state_dict())
-    linear = model.get_submodule("classifier.1")
-    assert isinstance(linear, nn.Linear)
-    seen = []
-    linear.get_submodule("norm").register_forward_hook(
-        lambda module, args, output: seen.append((args[0].shape, output))
-    )
-    model.train()
-    logits(model, x).square().mean().backward()
-    shape, output = seen[0]
-    assert shape == (8, linear.in_features)
-    assert output.mean(0).abs().max() < 1e-5
-    with pytest.raises(ValueError, match=r"decorrelated already, before 'classifier.1'"):
-        decorrelate_features(model)
-
-
-def test_decorrelated_features_are_the_last_dimension():
-    first, last = nn.Linear(5, 6), nn.Linear(6, 3)
-    model = decorrelate_features(nn.Sequential(first, last), group_size=3)
-    assert type(model.get_submodule("0")) is nn.Linear
-    x = torch.randn(4, 7, 5)
-    hidden = first(x)
-    expected = iternorm.functional.iter_norm(hidden.reshape(28, 6), training=True, group_size=3).view(4, 7, 6)
-    torch.testing.assert_close(model(x), nn.functional.linear(expected, last.weight, last.bias))
-    with pytest.raises(ValueError, match=r"the model has no nn\.Linear"):
-        decorrelate_features(nn.Conv2d(3, 3, 1))
-    wrapped = nn.Sequential(nn.Linear(2, 2), parametrizations.weight_norm(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match=r"the last linear layer, '1', is parametrized; decorrelate first"):
-        decorrelate_features(wrapped)
-    assert type(decorrelate_features(wrapped, name="0").get_submodule("0")) is iternorm.DecorrelatedLinear
-    with pytest.raises(ValueError, match=r"name='head' is no nn.Linear of this model; it has '0'"):
-        decorrelate_features(nn.Sequential(nn.Linear(2, 2)), name="head")
