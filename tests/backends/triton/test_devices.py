@@ -155,20 +155,28 @@ def test_tiles_become_smaller_until_a_product_cannot_take_them():
     assert found == [(64, 3), (64, 2), (64, 1), (32, 1), (16, 1)]
 
 
+@pytest.fixture
+def room_for(monkeypatch):
+    """Let so many samples fit a GPU at a time, counted once for each stage of the tiles and of the iteration."""
+
+    def choose(limit):
+        class Narrow(plan.Launch):
+            def __init__(self, kernel, grid, pointers, floats, integers, specialized, constants, *more, **others):
+                tile, newton = constants.get("TILE"), constants.get("NEWTON")
+                wanted = 0 if tile is None else tile.BL * tile.STAGES * (1 if newton is None else newton.STAGES)
+                if wanted > limit:
+                    raise OutOfResources(wanted, limit, "shared memory")
+                super().__init__(kernel, grid, pointers, floats, integers, specialized, constants, *more, **others)
+
+        monkeypatch.setattr(plan, "Launch", Narrow)
+        monkeypatch.setattr(plan, "_plans", {})
+
+    return choose
+
+
 @pytest.mark.parametrize("limit", [64, 16])
-def test_a_layer_in_smaller_tiles_is_the_same(limit, monkeypatch):
-    class Narrow(plan.Launch):
-        """Where there is room for so many samples at a time."""
-
-        def __init__(self, kernel, grid, pointers, floats, integers, specialized, constants, *more, **others):
-            tile, newton = constants.get("TILE"), constants.get("NEWTON")
-            wanted = 0 if tile is None else tile.BL * tile.STAGES * (1 if newton is None else newton.STAGES)
-            if wanted > limit:
-                raise OutOfResources(wanted, limit, "shared memory")
-            super().__init__(kernel, grid, pointers, floats, integers, specialized, constants, *more, **others)
-
-    monkeypatch.setattr(plan, "Launch", Narrow)
-    monkeypatch.setattr(plan, "_plans", {})
+def test_a_layer_in_smaller_tiles_is_the_same(limit, room_for):
+    room_for(limit)
     torch.manual_seed(0)
     layer = IterNorm2d(24, group_size=16, impl="triton")
     x, grad = torch.randn(2, 4, 24, 9, 11).unbind()
@@ -183,6 +191,15 @@ def test_a_layer_in_smaller_tiles_is_the_same(limit, monkeypatch):
     chosen = [tiles for made in plan._plans.values() for tiles in made._chosen.values()]
     assert len(chosen) == 4
     assert all(tiles.samples * tiles.stages <= limit for tiles in chosen)
+
+
+def test_the_iteration_keeps_its_stages_until_tiles_have_fewer(room_for, monkeypatch):
+    monkeypatch.setattr(plan, "tiles_for", lambda *_: tiling.Tiles(64, 4, 5, 1))
+    room_for(64 * 3 * 3)
+    x = torch.randn(4, 16, 3, 3, requires_grad=True)
+    IterNorm2d(16, impl="triton")(x).sum().backward()
+    found = [made.launches["whiten_backward"].constants for made in plan._plans.values()]
+    assert {(each["TILE"].STAGES, each["NEWTON"].STAGES) for each in found} == {(3, 3)}
 
 
 def test_a_gpu_with_no_room_at_all_says_so(monkeypatch):

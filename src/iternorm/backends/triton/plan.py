@@ -206,8 +206,10 @@ class Plan:
                     raise
                 tiles = smaller
                 if "NEWTON" in constants:
+                    # The iteration has the memory of the tiles that come after it.
                     newton = constants["NEWTON"]
-                    constants = {**constants, "NEWTON": newton._replace(STAGES=max(1, newton.STAGES - 1))}
+                    stages = min(newton.STAGES, smaller.stages)
+                    constants = {**constants, "NEWTON": newton._replace(STAGES=stages)}
         self._chosen[kernel] = tiles
         return launch
 
