@@ -63,3 +63,14 @@ def test_an_h200_keeps_a_thousand_programs_busy(groups, size, expected):
     launch = made.launches["reduce"]
     assert launch.constants["EACH"] == expected
     assert launch.grid == (groups, size // expected)
+
+
+@pytest.mark.parametrize("name", ["reduce", "cross_reduce"])
+@pytest.mark.parametrize("size", [16, 64, 96, 128])
+@pytest.mark.parametrize("side", [1, 8, 32])
+def test_registers_of_a_reduction_suffice(side, size, name):
+    x = torch.empty(64, size, side, side)
+    made = plan.Plan(plan.plan_for(x, None, None, size, 5, None).key, x)
+    made.num_sms = 132
+    launch = made.launches[name]
+    assert launch.constants["PB"] * launch.constants["BD"] <= 64 * 32 * launch.warps

@@ -65,8 +65,9 @@ class Reductions:
         grid = (layout.num_groups, layout.padded // each)
         words = {**common, "BC": side, "SPAN": span, "PB": block, "EACH": each}
         # Few warps, which have to wait for each other: a backward took 36.7 us with four, and 38.0 with eight
-        # (64x64x32x32, fp32, H200).
-        warps = max(1, min(4, block // 16), block // 32)
+        # (64x64x32x32, fp32, H200). But a thread has at most 64 values of a tile. With 128, registers spill, and a step
+        # took 435 us in place of 236 (64x128x32x32, groups of 128, fp32).
+        warps = max(1, min(4, block // 16), block * max(layout.padded, 64) // (64 * 32))
         return Launch(reduce_moments, grid, pointers, (), integers, (1,), words, warps, plan.key.device)
 
     @property
