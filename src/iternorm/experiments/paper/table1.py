@@ -4,7 +4,7 @@ Reproduces: the paper's Table 1: WRN-28-10 and WRN-40-10, mean and deviation ove
 8, whose runs are taken over.
 Claim: IterNorm lowers the error of Wide ResNets below that of BN and of DBN; on WRN-28-10 by 8.5 % of BN's error.
 Command: iternorm run table1 --device cuda && iternorm plot table1
-Cost: estimated, not measured: 6 hours on one H200 for 5 seeds of DBN, beside the 9 of Figure 8. Without DBN: --only
+Cost: estimated, not measured: 4 hours on one H200 for 5 seeds of DBN, beside the 7 of Figure 8. Without DBN: --only
 10-BN --only IterNorm.
 The paper got: on WRN-28-10 / WRN-40-10, in %: baseline (BN) 3.89 ± 0.13 / 3.82 ± 0.11, DBN 3.79 ± 0.09 / 3.74 ± 0.11
 (as reported by its own paper), IterNorm 3.56 ± 0.12 / 3.59 ± 0.07. Zagoruyko and Komodakis report 3.89 / 3.80 with BN.
