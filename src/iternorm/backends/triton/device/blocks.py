@@ -7,6 +7,12 @@ import triton.language as tl
 
 
 @triton.jit
+def for_each(scalar, indices):
+    """A number, once for each index: the interpreter of Triton 3.9 cannot join the mask of a scalar to that of many."""
+    return scalar + tl.zeros_like(indices)
+
+
+@triton.jit
 def load_block(ptr, rows, columns, N: tl.constexpr, EVEN: tl.constexpr):
     pointers = ptr + rows[:, None] * N + columns[None, :]
     if EVEN:

@@ -10,6 +10,7 @@ sums over the ranks. That is what `iternorm.whitening.processes.collective` send
 import triton
 import triton.language as tl
 
+from iternorm.backends.triton.device.blocks import for_each
 from iternorm.backends.triton.device.tiles import follow
 
 
@@ -72,14 +73,14 @@ def merge(
     for start in range(0, ranks, PB):
         r = start + tl.arange(0, PB)
         share = scale * tl.load(gathered_ptr + r * length, mask=r < ranks, other=0.0)
-        means = tl.load(means_ptr + r * length + row, mask=(r < ranks) & (row < size), other=0.0)
+        means = tl.load(means_ptr + r * length + row, mask=(r < ranks) & (for_each(row, r) < size), other=0.0)
         left += tl.sum(share * (means - pilot_row), 0)
     mean_row = pilot_row + left
 
     for begin in range(0, BD, BC):
         columns = begin + tl.arange(0, BC)
         member = columns < size
-        inside = (columns < D) & (row < D)
+        inside = (columns < D) & (for_each(row, columns) < D)
         pilots = tl.load(means_ptr + pilot * length + columns, mask=member, other=0.0)
         mean = tl.zeros([BC], dtype=tl.float32)
         for start in range(0, ranks, PB):
@@ -95,7 +96,7 @@ def merge(
             share = scale * tl.load(gathered_ptr + r * length, mask=r < ranks, other=0.0)
             there = (r < ranks)[:, None] & member[None, :]
             means = tl.load(means_ptr + (r * length)[:, None] + columns[None, :], mask=there, other=0.0)
-            own = tl.load(means_ptr + r * length + row, mask=(r < ranks) & (row < size), other=0.0)
+            own = tl.load(means_ptr + r * length + row, mask=(r < ranks) & (for_each(row, r) < size), other=0.0)
             there = (r < ranks)[:, None] & inside[None, :]
             block = tl.load(matrices_ptr + (r * length)[:, None] + columns[None, :], mask=there, other=0.0)
             block += (own - mean_row)[:, None] * (means - mean[None, :])
@@ -136,7 +137,7 @@ def unpack(
     sums_ptr, matrices_ptr = sent_places(sent_ptr, C, False)
     for begin in range(0, BD, BC):
         columns = begin + tl.arange(0, BC)
-        inside = (columns < D) & (row < D)
+        inside = (columns < D) & (for_each(row, columns) < D)
         line = tl.load(matrices_ptr + (group * D + row) * D + columns, mask=inside, other=0.0)
         tl.store(matrix_ptr + (group * BD + row) * BD + columns, share * line, mask=columns < BD)
         if row == 0:

@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from iternorm.backends.triton.device.blocks import for_each
 from iternorm.backends.triton.device.exchange import sent_places
 from iternorm.backends.triton.device.running import copy_count
 from iternorm.backends.triton.device.tiles import follow, samples_of
@@ -48,7 +49,7 @@ def joined_row(
         present = p < num_programs * SPAN
         mask = present[:, None]
         if PADDED:
-            present = present & (row < BC // SPAN)
+            present = present & (for_each(row, p) < BC // SPAN)
             mask = present[:, None] & (columns < BC // SPAN)[None, :]
         program = p // SPAN
         slot = (base + program).to(tl.int64)
@@ -59,8 +60,7 @@ def joined_row(
         if SELF:
             wanted = mask
         else:
-            # A mask of one shape: the interpreter of Triton 3.9 takes no other.
-            wanted = mask & (row + tl.zeros_like(columns)[None, :] == 0)
+            wanted = mask & (for_each(row, columns)[None, :] == 0)
         s = tl.load(sums_ptr + place, mask=wanted, other=0.0)
         if SELF:
             count = samples_of(program, num_programs, M // SPAN, unit).to(tl.float32)
@@ -126,7 +126,7 @@ def reduce_moments(
         line, total = joined_row(workspace_ptr, M, num_programs, unit, group, row, BD, BC, SPAN, PB, SELF)
         if SENT:
             vector, matrices = sent_places(matrix_ptr, C, SELF)
-            inside = (columns < D) & (row < D)
+            inside = (columns < D) & (for_each(row, columns) < D)
             tl.store(matrices + (group * D + row) * D + columns, line, mask=inside)
             if WEIGHT:
                 whitening = tl.load(whitening_ptr + (group * D + row) * D + columns, mask=inside, other=0.0)

@@ -11,7 +11,7 @@ counterpart there, with the same arguments.
 import triton
 import triton.language as tl
 
-from iternorm.backends.triton.device.blocks import below_diagonal, store_block, tile_of
+from iternorm.backends.triton.device.blocks import below_diagonal, for_each, store_block, tile_of
 from iternorm.backends.triton.device.exchange import sent_places
 from iternorm.backends.triton.device.moments import outer_product, rounded_pilot
 from iternorm.backends.triton.device.running import copy_count
@@ -41,8 +41,7 @@ def pilot_of(x_ptr, first, last, channels, valid, C, L, TILE: tl.constexpr):
     pilot = tl.zeros([BC], dtype=tl.float32)
     for k in tl.static_range(PILOTS):
         offset = sample_offset(first + k, L, C, TILE)
-        # A mask of one shape: the interpreter of Triton 3.9 takes no other.
-        there = first + k + tl.zeros_like(channels) < last
+        there = for_each(first + k, channels) < last
         pilot += tl.load(x_ptr + offset + channels, mask=valid & there, other=0.0).to(tl.float32)
     return rounded_pilot(pilot / tl.minimum(last - first, PILOTS).to(tl.float32), TILE)
 
