@@ -48,7 +48,7 @@ release-check: setup
 	$(BIN)/python tests/helpers/release.py
 
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 10 --dist worksteal -p no:benchmark -p no:cacheprovider tests
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 14 --dist worksteal -p no:benchmark -p no:cacheprovider tests
 
 coverage: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not rare" --cov --cov-report term --cov-report html
