@@ -1,12 +1,14 @@
 """Compile a layer's kernels for a GPU that is not there.
 
-    python compile_for.py CAPABILITY SHARED_BYTES exact|tf32|bf16|fp16 rows|planes [GROUP_SIZE] [relu] [many] [ranks]
+    python compile_for.py CAPABILITY SHARED_BYTES exact|tf32|bf16|fp16 rows|planes [SIZE] [relu] [many] [ranks] [alone]
     python compile_for.py CAPABILITY SHARED_BYTES roots ROWS
     python compile_for.py CAPABILITY SHARED_BYTES stream FEATURES
     python compile_for.py CAPABILITY SHARED_BYTES exact|tf32|bf16|fp16 rows|planes [HALF_THE_CHANNELS] items ROWS [relu]
 
-With `many`, for 24 steps in place of 5; with `ranks`, for a layer that 8 of them share. Prints, for each launch, its
-name, the samples of a tile, its stages, and what it asks for of shared memory.
+With `many`, for 24 steps in place of 5; with `ranks`, for a layer that 8 of them share; with `alone`, for one group,
+whose moments have the most parts. Prints, for each launch, its name, the samples of a tile, its stages, and what it
+asks for of shared memory. For a layer it also prints the most bytes that a thread has on its stack, which is where
+registers spill to.
 
     python compile_for.py -
 
@@ -15,14 +17,18 @@ Each line is a fork of this process, which has imported everything.
 """
 
 import os
+import re
 import signal
+import subprocess
 import sys
+import tempfile
 import traceback
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -40,10 +46,21 @@ class Absent:
     def __init__(self, capability: int, shared_bytes: int):
         self._target = GPUTarget("cuda", capability, 32)
         self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": shared_bytes, "multiprocessor_count": 100},
-            load_binary=lambda name, binary, shared, device: (object(), object(), 0, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": shared_bytes, "multiprocessor_count": 132},
+            load_binary=self._load,
         )
         self.launcher_cls = lambda source, metadata: SimpleNamespace(metadata=metadata)
+        self.most_on_the_stack = 0
+
+    def _load(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(binary)
+            file.flush()
+            command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+            found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        (stack,) = re.findall(r"\bSTACK:(\d+)", found)
+        self.most_on_the_stack = max(self.most_on_the_stack, int(stack))
+        return object(), object(), 0, 0, 1024
 
     def get_current_device(self) -> int:
         return 0
@@ -84,9 +101,10 @@ def print_items(x: torch.Tensor, rows: int, relu: bool) -> None:
 
 def main(capability: str, shared_bytes: str, precision: str, layout: str, *more: str) -> None:
     # Triton calls no more of a driver than `Absent` has.
-    driver.set_active(Absent(int(capability), int(shared_bytes)))  # pyright: ignore[reportArgumentType]
-    runtime._known[0] = runtime.Device("a GPU that is not there", divmod(int(capability), 10), 100)
-    runtime._at_once = lambda compiled, device: 100
+    absent = Absent(int(capability), int(shared_bytes))
+    driver.set_active(absent)  # pyright: ignore[reportArgumentType]
+    runtime._known[0] = runtime.Device("a GPU that is not there", divmod(int(capability), 10), 132)
+    runtime._at_once = lambda compiled, device: 132
     torch.cuda.device = lambda index: nullcontext()
     if precision == "roots":
         print_roots(int(layout))
@@ -97,7 +115,7 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
     torch.set_float32_matmul_precision("highest" if precision == "exact" else "high")
     size = int(more[0]) if more and more[0].isdigit() else 64
     with FakeTensorMode():
-        channels = max(2 * size, 128)
+        channels = size if "alone" in more else max(2 * size, 128)
         x = torch.empty(64, channels, 32, 32, device="cuda:0", dtype=DTYPES[precision])
         if layout == "rows":
             x = x.to(memory_format=torch.channels_last)
@@ -107,7 +125,8 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
         weight = torch.empty(channels, device="cuda:0")
         steps, residual = 24 if "many" in more else 5, "residual" in more
         words = {"relu": "relu" in more, "residual": residual, "summed": residual, "ranks": 8 * ("ranks" in more)}
-        matrix, count = torch.empty(2, size, size, device="cuda:0"), torch.zeros((), dtype=torch.int64, device="cuda:0")
+        matrix = torch.empty(channels // size, size, size, device="cuda:0")
+        count = torch.zeros((), dtype=torch.int64, device="cuda:0")
         made = plan.plan_for(x, weight, weight, size, steps, Running(weight, matrix, count, 0.1, False), **words)
     names = ("moments", "reduce", "cross_moments", "cross_reduce", "apply")
     if made.exchange is not None:
@@ -123,6 +142,7 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
         bundle = launch.constants.get("TILE") or launch.constants.get("MATRICES")
         samples, stages = getattr(bundle, "BL", None), getattr(bundle, "STAGES", None)
         print(name, samples, stages, launch.prepared[0].metadata.shared)
+    print("stack", absent.most_on_the_stack)
 
 
 def in_fork(words: list[str]) -> int:

@@ -253,10 +253,14 @@ def shared_bytes(tmp_path_factory):
         # The iteration of float16 matrices, and that of fp32 ones.
         ("RTX 4090", ("bf16", "rows", "512")),
         ("RTX 4090", ("exact", "planes", "256", "ranks")),
+        ("H200", ("tf32", "rows", "128", "alone")),
     ],
 )
 def test_the_kernels_compile_for_other_gpus(name, arguments, shared_bytes):
     asked = shared_bytes(name, arguments)
+    stack = asked.pop("stack")
+    # Some spills are faster than smaller tiles. A reduction that spilled 5 KB made a step take twice its time.
+    assert stack <= 600 or name != "H200"
     assert {"moments", "reduce", "cross_moments", "apply"} < set(asked)
     assert ("merge" in asked) == ("ranks" in arguments)
     assert max(asked.values()) <= GPUS[name][2]
