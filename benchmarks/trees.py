@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """The rows of `iternorm bench --device cuda` that are our kernels', small groups, float16, ReLU and residual."""
+    """The rows of `iternorm bench --device cuda` that are our kernels', small groups, float16, ReLU, residual, wide."""
     groups = {
         (64, 64, 32, 32): [(64, 5), (64, 3), (64, 7), (16, 0)],
         (64, 128, 32, 32): [(64, 5), (64, 3), (64, 7), (128, 3), (128, 5), (128, 7), (16, 0)],
@@ -63,6 +63,11 @@ def rows() -> list[Row]:
             found += [Row(shape, "float16", layout, 64, 5)]
             for dtype in ("float32", "bfloat16", "float16"):
                 found += [Row(shape, dtype, layout, 64, 5, relu=True, residual=each) for each in (False, True)]
+    # All channels of large activations, which `layout.by_cublas` may leave to torch.
+    for shape in ((1024, 256, 8, 8), (64, 1024, 14, 14), (128, 256, 56, 56)):
+        for layout in ("NCHW", "NHWC"):
+            found += [Row(shape, "float32", layout, shape[1], 5, exact) for exact in (False, True)]
+            found.append(Row(shape, "bfloat16", layout, shape[1], 5))
     return found
 
 
