@@ -125,7 +125,7 @@ def main(capability: str, shared_bytes: str, precision: str, layout: str, *more:
         weight = torch.empty(channels, device="cuda:0")
         steps, residual = 24 if "many" in more else 5, "residual" in more
         words = {"relu": "relu" in more, "residual": residual, "summed": residual, "ranks": 8 * ("ranks" in more)}
-        matrix = torch.empty(channels // size, size, size, device="cuda:0")
+        matrix = torch.empty(-(-channels // size), size, size, device="cuda:0")
         count = torch.zeros((), dtype=torch.int64, device="cuda:0")
         made = plan.plan_for(x, weight, weight, size, steps, Running(weight, matrix, count, 0.1, False), **words)
     names = ("moments", "reduce", "cross_moments", "cross_reduce", "apply")

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from checks import groups_between
 from sync_checks import SIZE, assert_equal_to_one_process, loaded, running, shared_results_of
 from sync_ranks import CASES
-from torch import nn
 
 import iternorm
 from iternorm.whitening.processes import collective
@@ -168,49 +167,6 @@ def test_merged_moments_keep_what_sums_about_zero_lose():
     torch.testing.assert_close(covariance[0].double(), exact, rtol=0, atol=1e-5)
     sums = sum(p.T @ p for p in pieces) / num_samples - torch.outer(mean, mean)
     assert (sums.double() - exact).abs().max() > 0.1
-
-
-def test_convert_sync_iternorm_carries_everything_and_keeps_sharing():
-    norm = iternorm.IterNorm2d(6, eps=1e-3, momentum=None, group_size=4, num_iters=3, running="covariance")
-    norm.weight.requires_grad_(False)
-    calls = []
-    norm.register_forward_hook(lambda *_: calls.append(1))
-    model = nn.Sequential(norm, nn.ReLU(), norm).eval()
-    x = torch.randn(3, 6, 2, 2)
-    expected = model(x)
-    converted = iternorm.convert_sync_iternorm(model)
-    assert converted is model
-    assert model[0] is model[2]
-    new = model[0]
-    assert type(new) is iternorm.SyncIterNorm
-    assert new.weight is norm.weight
-    assert not new.weight.requires_grad
-    assert (new.eps, new.momentum, new.group_size, new.num_iters, new.running) == (1e-3, None, 4, 3, "covariance")
-    assert not new.training
-    assert torch.equal(model(x), expected)
-    assert len(calls) == 4
-    assert type(iternorm.convert_sync_iternorm(norm)) is iternorm.SyncIterNorm
-    copied = copy.deepcopy(model).get_buffer("0.running_covariance")
-    assert torch.equal(copied, norm.get_buffer("running_covariance"))
-
-
-def test_convert_sync_iternorm_names_what_it_leaves():
-    model = nn.Sequential(iternorm.LazyDecorrelatedBatchNorm1d())
-    with pytest.warns(UserWarning, match=r"0 \(LazyDecorrelatedBatchNorm1d\)"):
-        iternorm.convert_sync_iternorm(model)
-
-
-def test_convert_sync_iternorm_takes_exact_whitening_too():
-    words = {"solver": "cholesky", "running": "covariance", "correction": 1, "shrinkage": 0.1}
-    model = nn.Sequential(iternorm.DecorrelatedBatchNorm1d(4, 0.0, group_size=2, **words))
-    x = torch.randn(9, 4)
-    model(x)
-    expected = model.eval()(x)
-    (new,) = iternorm.convert_sync_iternorm(model).children()
-    assert type(new) is iternorm.SyncDecorrelatedBatchNorm
-    assert {name: getattr(new, name) for name in words} == words
-    assert torch.equal(model(x), expected)
-    assert [type(child) for child in iternorm.convert_to_batchnorm(model).children()] == [nn.SyncBatchNorm]
 
 
 @pytest.mark.parametrize("kind", [iternorm.SyncIterNorm, iternorm.SyncDecorrelatedBatchNorm])

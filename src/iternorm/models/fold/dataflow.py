@@ -86,12 +86,13 @@ def traced(model: nn.Module) -> Flow:
     once = _called_once(called.values(), model) - read
     flow = Flow()
     for node, norm in called.items():
+        if not isinstance(norm, WhiteningNorm):
+            continue
+        flow.dtypes[norm] |= _dtype(node, called)
         residual = _residual(node.args, node.kwargs)
-        if isinstance(norm, WhiteningNorm) and residual is not None:
+        if residual is not None:
             flow.added_to.add(norm)
-        if isinstance(norm, WhiteningNorm):
-            flow.dtypes[norm] |= _dtype(node, called)
-        if not isinstance(norm, WhiteningNorm) or norm not in once:
+        if norm not in once:
             continue
         source = _source(node)
         alone = source is not residual
