@@ -37,6 +37,7 @@ outputs = {
     "synchronized": iternorm.convert_sync_iternorm(layer)(share),
 }
 torch.save({name: output.detach() for name, output in outputs.items()}, f"{folder}/{rank}.pt")
+dist.barrier()
 dist.destroy_process_group()
 """
 
@@ -45,7 +46,9 @@ with tempfile.TemporaryDirectory() as folder:
     torch.save(batch, f"{folder}/batch.pt")
     Path(folder, "worker.py").write_text(WORKER)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*torchrun, f"{folder}/worker.py", folder], check=True, capture_output=True)
+    # The files say whether the work is done: gloo may abort a process that is already on its way out
+    # (pytorch/pytorch#179291), and torchrun then ends with an error.
+    subprocess.run([*torchrun, f"{folder}/worker.py", folder], check=False)
     shares = [torch.load(f"{folder}/{rank}.pt") for rank in range(2)]
 
 # %%
