@@ -63,8 +63,10 @@ def rows() -> list[Row]:
             found += [Row(shape, "float16", layout, 64, 5)]
             for dtype in ("float32", "bfloat16", "float16"):
                 found += [Row(shape, dtype, layout, 64, 5, relu=True, residual=each) for each in (False, True)]
-    # All channels of large activations, which `layout.by_cublas` may leave to torch.
-    for shape in ((1024, 256, 8, 8), (64, 1024, 14, 14), (128, 256, 56, 56)):
+    # All channels together: of VGG's and ResNet's layers, and of large activations, which `by_cublas` may leave to torch.
+    small = (256, 256, 8, 8), (256, 512, 2, 2), (256, 512, 7, 7)
+    large = (1024, 256, 8, 8), (64, 512, 28, 28), (64, 1024, 14, 14), (128, 256, 56, 56)
+    for shape in small + large:
         for layout in ("NCHW", "NHWC"):
             found += [Row(shape, "float32", layout, shape[1], 5, exact) for exact in (False, True)]
             found.append(Row(shape, "bfloat16", layout, shape[1], 5))
