@@ -63,7 +63,7 @@ def rows() -> list[Row]:
             found += [Row(shape, "float16", layout, 64, 5)]
             for dtype in ("float32", "bfloat16", "float16"):
                 found += [Row(shape, dtype, layout, 64, 5, relu=True, residual=each) for each in (False, True)]
-    # All channels together: of VGG's and ResNet's layers, and of large activations, which `by_cublas` may leave to torch.
+    # All channels together.
     small = (256, 256, 8, 8), (256, 512, 2, 2), (256, 512, 7, 7)
     large = (1024, 256, 8, 8), (64, 512, 28, 28), (64, 1024, 14, 14), (128, 256, 56, 56)
     for shape in small + large:

@@ -2,10 +2,9 @@
 
 `impl="auto"` takes the Triton kernels on CUDA tensors in half, bfloat16 or single precision, for Newton's iteration
 with groups of up to 1024 channels, and for ZCA with groups of up to 64, which they compute by that iteration run to
-convergence; where cuBLAS is faster at moments and maps, and for ZCA above 64, they compute the iteration alone. On the
-CPU it takes C kernels for training in single and double precision, where the machine has a C compiler and they are
-faster, and for the iteration in any precision. It takes torch for the rest. An implementation that is named and cannot
-run raises.
+convergence; for larger groups they compute the iteration alone. On the CPU it takes C kernels for training in single
+and double precision, where the machine has a C compiler and they are faster, and for the iteration in any precision. It
+takes torch for the rest. An implementation that is named and cannot run raises.
 """
 
 import enum
@@ -45,12 +44,12 @@ def choose(settings: Settings, x: Tensor) -> Backend:
     Raises:
         ValueError: what the user named cannot run, and why.
     """
-    impl, group_size = settings.impl, settings.group_size
+    impl = settings.impl
     if impl == "reference":
         return Backend.REFERENCE
     if impl in ("auto", "triton"):
         reason = _why_not_triton(x, settings) if impl == "triton" or x.is_cuda else "not on a GPU"
-        if reason is None and (impl == "triton" or not kernels().by_cublas(x, group_size)):
+        if reason is None:
             return Backend.COMPOSED if modes.is_transformed() else Backend.TRITON
         if impl == "triton":
             raise ValueError(f'impl="triton" cannot run: {reason}; use impl="auto"')

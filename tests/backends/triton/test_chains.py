@@ -51,6 +51,8 @@ class Operations(TorchDispatchMode):
         # The iteration is a launch of its own, whatever its steps, and so are the running statistics.
         (128, 0, 5, 4),
         (128, 3, 5, 4),
+        # In blocks, matrices are prepared for their products.
+        (192, 3, 6, 5),
     ],
 )
 def test_a_layer_is_one_chain_of_launches_and_no_operation_of_torch(size, num_iters, forward, backward, monkeypatch):
@@ -58,7 +60,7 @@ def test_a_layer_is_one_chain_of_launches_and_no_operation_of_torch(size, num_it
     monkeypatch.setattr(runtime.Launches, "run", lambda self, stream, names, arguments: chains.append(names))
     # A plan that another test made has launches of its own.
     monkeypatch.setattr(plan, "_plans", {})
-    x, weight, bias = torch.randn(3, size, 7, 7), torch.ones(size), torch.zeros(size)
+    x, weight, bias = torch.randn(3, size, 8, 8), torch.ones(size), torch.zeros(size)
     statistics = Running(torch.zeros(size), torch.zeros(1, size, size), torch.tensor(0), None, False)
     with Operations() as operations:
         _, state, found = launch.forward(x, weight, bias, size, num_iters, 1e-5, statistics)
@@ -78,6 +80,17 @@ def test_an_input_that_is_copied_has_one_plan_for_both_passes(group_size, monkey
         layer(x).sum().backward()
     (made,) = plan._plans.values()
     assert made.copied
+
+
+@pytest.mark.parametrize(
+    ("image", "group_size", "copied"),
+    [((8, 8), 192, False), ((20, 20), 192, False), ((4, 4), 192, True), ((9, 9), 192, True), ((9, 9), 64, False)],
+)
+def test_wide_groups_of_contiguous_memory_are_copied_if_planes_are_short_or_unaligned(image, group_size, copied):
+    x = torch.randn(2, 192, *image)
+    assert plan.plan_for(x, None, None, group_size, 1, None).copied == copied
+    x = x.to(memory_format=torch.channels_last)
+    assert not plan.plan_for(x, None, None, group_size, 1, None).copied
 
 
 @pytest.mark.parametrize("num_iters", [0, 1, 4, 15])

@@ -77,17 +77,16 @@ def test_a_gpu_of_amd_gets_torch(gpu, monkeypatch):
         chosen("triton", activation(), 64)
 
 
-def test_large_activations_in_wide_groups_are_left_to_cublas_in_fp32(gpu, monkeypatch):
+def test_groups_above_1024_channels_run_the_iteration_in_kernels(gpu, monkeypatch):
     gpu("H200")
     # Fake tensors stand for real ones here.
     monkeypatch.setattr(dispatch.modes, "is_recorded", lambda *tensors: False)
     with FakeTensorMode():
-        x = torch.empty(64, 1024, 14, 14, device="cuda:0")
-        assert chosen("auto", x, 1024) is Backend.TRITON_ITERATION
-        assert chosen("triton", x, 1024) is Backend.TRITON
-        assert chosen("auto", x, 128) is Backend.TRITON
-        assert chosen("auto", x.new_empty(8, 1024, 14, 14), 1024) is Backend.TRITON
-        assert chosen("auto", x.new_empty(x.shape, dtype=torch.bfloat16), 1024) is Backend.TRITON
+        x = torch.empty(64, 2048, 14, 14, device="cuda:0")
+        assert chosen("auto", x, 1024) is Backend.TRITON
+        assert chosen("auto", x, 1025) is Backend.TRITON_ITERATION
+        with pytest.raises(ValueError, match="groups of up to 1024 channels for 'newton', not 1025"):
+            chosen("triton", x, 1025)
 
 
 def test_zca_of_groups_above_64_runs_the_iteration_in_kernels(gpu, monkeypatch):
@@ -254,6 +253,7 @@ def shared_bytes(tmp_path_factory):
         ("RTX 4090", ("bf16", "rows", "512")),
         ("RTX 4090", ("exact", "planes", "256", "ranks")),
         ("H200", ("tf32", "rows", "128", "alone")),
+        ("H200", ("bf16", "planes", "256")),
     ],
 )
 def test_the_kernels_compile_for_other_gpus(name, arguments, shared_bytes):

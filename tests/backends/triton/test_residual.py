@@ -17,8 +17,8 @@ CASES = [
     ((6, 7, 3, 4), 3, False),
     ((6, 7, 3, 4), 4, True),
     ((20, 72), 72, False),
-    # As wide groups read it: contiguous memory is copied.
     pytest.param((3, 132, 2, 3), 130, True, marks=pytest.mark.rare),
+    pytest.param((2, 132, 8, 8), 130, False, marks=pytest.mark.rare),
 ]
 
 

@@ -1,6 +1,7 @@
 """How an activation lies in memory as the kernels read it, and where a forward pass keeps what its backward needs."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,10 @@ BLOCK = 64
 LARGEST_SHARED = 8
 # Beyond this a row of a matrix does not fit a program's registers.
 LARGEST_GROUP = 1024
+# The positions of a plane of contiguous memory from which on wide groups are read in place.
+SHORTEST_PLANE = 64
+# Of a multiple of so many positions, the compiler knows that each plane begins where a vector may be loaded.
+ALIGNED = 16
 # What CUDA allows of the grid's second dimension, which counts groups.
 MOST_GROUPS = 65535
 
@@ -66,30 +71,22 @@ def unsupported(x: Tensor, group_size: int, solver: str = "newton") -> str | Non
     return lacking(x.device.index) if x.is_cuda else None
 
 
-def by_cublas(x: Tensor, group_size: int) -> bool:
-    """Whether the torch path, whose products are cuBLAS's, is faster: for large fp32 activations in wide groups.
-
-    256x256x8x8 took 439 us in the kernels and 601 in torch, 64x1024x14x14 took 4027 and 2879, 128x256x56x56 7033 and
-    2919; in bfloat16 that took 1711 and 5633 (H200, CUDA graph, TF32, forward and backward).
-    """
-    wide = groups.effective_size(x.shape[1], group_size) > LARGEST_TILE
-    return wide and x.dtype == torch.float32 and x.numel() > 2**23
-
-
 def dense(x: Tensor) -> Tensor:
     """`x` itself if it is contiguous or channels_last, else a contiguous copy."""
     return x if x.is_contiguous() or torch_verbs.is_rows(x) else x.contiguous()
 
 
 def is_read_in_place(x: Tensor, group_size: int) -> bool:
-    """Whether the kernels read `x` itself: it is dense, and channels_last where groups are wide.
+    """Whether the kernels read `x` itself: it is dense, and where groups are wide, they read long pieces of it at once.
 
-    The programs of a wide group read every sample many times over, and along rows that is faster by more than a copy
-    takes.
+    The programs of a wide group read every sample many times over. Contiguous memory whose planes are short, or do not
+    begin at a vector's boundary, is copied to channels_last: docs/decisions/wide-planes.md.
     """
     if torch_verbs.is_rows(x):
         return True
-    return x.is_contiguous() and (x.ndim == 2 or groups.effective_size(x.shape[1], group_size) <= LARGEST_TILE)
+    wide = x.ndim > 2 and groups.effective_size(x.shape[1], group_size) > LARGEST_TILE
+    length = math.prod(x.shape[2:])
+    return x.is_contiguous() and (not wide or (length >= SHORTEST_PLANE and length % ALIGNED == 0))
 
 
 def placed(x: Tensor, group_size: int) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from iternorm.backends.triton.launches.iteration import meeting_place
 from iternorm.backends.triton.layout import (
-    by_cublas,
     dense,
     placed,
     shared_size,
@@ -26,7 +25,6 @@ from iternorm.backends.triton.runtime import given_to, lacking, on_device
 __all__ = [
     "apply",
     "backward",
-    "by_cublas",
     "dense",
     "forward",
     "lacking",

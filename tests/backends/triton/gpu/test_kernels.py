@@ -58,7 +58,9 @@ def test_output_and_gradients_against_fp64(name, shape, group_size, last, precis
     ("shape", "group_size"),
     [
         ((32, 320, 14, 14), 256),
+        # Planes that are read in place; the others of contiguous memory are copied.
         ((16, 160, 20, 20), None),
+        ((9, 600, 8, 8), 512),
         ((4000, 130), 130),
         ((16, 192, 30), 192),
         ((9, 600, 13, 17), 512),
@@ -76,7 +78,7 @@ def test_groups_in_blocks_against_fp64(name, shape, group_size, last, precision,
 
 
 @pytest.mark.parametrize("name", BUDGETS)
-def test_groups_that_are_left_to_cublas_against_fp64(name, precision):
+def test_groups_above_1024_channels_against_fp64(name, precision):
     dtype, setting, budget = BUDGETS[name]
     precision(setting)
     x = activation((4000, 1100), dtype)

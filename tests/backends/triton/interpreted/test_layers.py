@@ -33,8 +33,10 @@ CASES = [
     pytest.param((3, 66, 5, 5), 66, 0, False, marks=pytest.mark.rare),
     ((2, 128, 8, 8), 128, 1, False),
     pytest.param((2, 128, 8, 8), 128, 3, True, marks=pytest.mark.rare),
-    # In blocks of 64, the last of them not full, and a last group of one block.
+    # In blocks of 64, the last of them not full, and a last group of one block: rows, planes, and short planes, which
+    # are copied.
     ((2, 150, 3, 5), 130, 1, True),
+    ((2, 150, 8, 8), 130, 1, False),
     pytest.param((3, 130, 5, 7), 130, 2, False, marks=pytest.mark.rare),
     pytest.param((150, 192), 192, 2, False, marks=pytest.mark.rare),
     ((5, 6, 30), 1, 5, False),
