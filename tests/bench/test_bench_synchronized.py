@@ -31,7 +31,8 @@ def test_layers_are_timed_in_a_group_of_absent_ranks(monkeypatch):
     assert batch_norm["failed"] is not None
     assert together["name"] == "SyncIterNorm"
     assert together["failed"] is None
-    assert len(together["samples_ms"]) == 2
+    # Small activations have three times as many timings.
+    assert len(together["samples_ms"]) == 6
     assert together["ratio_to_iter_norm"] == alone["ratio_to_iter_norm"] == 1
     text = "\n".join(benchmark.synchronized_lines(result))
     assert "4x8x3x3, 64 ranks; SyncIterNorm sends 292 bytes forward (all-gather), 288 backward (all-reduce)" in text

@@ -98,7 +98,7 @@ def run_case(
     _rounds(captured, rounds, "graph_samples", lambda entry: gpu.replay_ms(entry.graph, steps))
     _rounds(
         [entry for entry in entries if entry.failed is None],
-        rounds * (SMALL_ROUNDS if activation_bytes < SMALL_BYTES else 1),
+        eager_rounds(rounds, activation_bytes),
         "eager_samples",
         lambda entry: gpu.eager_ms(entry.step, SLOW_STEPS if entry.candidate.slow else max(4, steps)),
     )
@@ -110,6 +110,11 @@ def run_case(
 def steps_for(activation_bytes: int) -> int:
     """Steps in one graph and one timing: about 4 GiB moved, 20 steps at most."""
     return max(2, min(20, 2**32 // (PASSES * activation_bytes)))
+
+
+def eager_rounds(rounds: int, activation_bytes: int) -> int:
+    """How many timings of an eager step stand for so many in a graph."""
+    return rounds * (SMALL_ROUNDS if activation_bytes < SMALL_BYTES else 1)
 
 
 def _guarded(entry: Entry, action: Callable[[], Any]) -> Any:

@@ -1,5 +1,6 @@
 """The local part of a synchronized layer: a training step in a process group whose ranks are not there."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from torch import nn
 
 from iternorm.timing.gpu.cases import Shape
 from iternorm.timing.gpu.clock import Gpu
+from iternorm.timing.gpu.comparison import eager_rounds
 from iternorm.timing.gpu.networks import timed
 from iternorm.whitening import groups
 
@@ -73,7 +75,7 @@ def run_layers(shape: Shape, size: int, gpu: Gpu, rounds: int) -> dict:
     }
     steps = {name: partial(LayerStep, shape, gpu.device, make) for name, make in makers.items()}
     with absent_ranks(size, gpu.device.type):
-        rows = timed(steps, gpu, rounds, STEPS_A_TIMING)
+        rows = timed(steps, gpu, eager_rounds(rounds, 2 * math.prod(shape)), STEPS_A_TIMING)
     alone = rows[1]["step_ms"]
     for row in rows:
         row["ratio_to_iter_norm"] = None if row["step_ms"] is None or alone is None else row["step_ms"] / alone
