@@ -3,8 +3,9 @@
     PYTHONPATH=src python benchmarks/tune_kernels.py --out tune.json
 
 A choice is timed in the pass that the kernel belongs to, with the other kernels as they are: a forward, a backward or
-an eval of a layer with groups of 64 channels, the same with a ReLU, a forward or a backward of GroupWhitening2d, a
-batch of a stream. Kernels are compiled in parallel processes first, then passes are timed one by one as CUDA graphs.
+an eval of a layer with groups of 64 channels, the same with a ReLU or with all channels together, a forward or a
+backward of GroupWhitening2d, a batch of a stream. Kernels are compiled in parallel processes first, then passes are
+timed one by one as CUDA graphs.
 """
 
 import argparse
@@ -31,7 +32,7 @@ MODES = {
     "fp16": (torch.float16, "high"),
     "fp32": (torch.float32, "highest"),
 }
-_GROUP, _STEPS, _EPS = 64, 5, 1e-5
+_STEPS, _EPS = 5, 1e-5
 _OWN_TILES = items.ItemPlan.tiles_of
 Calls = dict[str, Callable[[], object]]
 
@@ -56,22 +57,22 @@ class Subject(NamedTuple):
     modes: tuple[str, ...] = tuple(MODES)
 
 
-def of_layer(x: torch.Tensor, relu: bool = False) -> Calls:
-    """The passes of a layer with groups of 64 channels, and a ReLU where that is asked for."""
+def of_layer(x: torch.Tensor, relu: bool = False, size: int = 64) -> Calls:
+    """The passes of a layer with groups of so many channels, and a ReLU where that is asked for."""
     grad, learned = torch.randn_like(x), torch.ones(x.shape[1], device=x.device)
-    matrix = torch.eye(_GROUP, device=x.device).repeat(-(-x.shape[1] // _GROUP), 1, 1)
+    matrix = torch.eye(size, device=x.device).repeat(-(-x.shape[1] // size), 1, 1)
 
     def forward():
-        return run.forward(x, learned, learned, _GROUP, _STEPS, _EPS, relu=relu)
+        return run.forward(x, learned, learned, size, _STEPS, _EPS, relu=relu)
 
     output, state, _ = forward()
 
     def backward():
-        plan = run.plan_of_state(state, x, learned, _GROUP, _STEPS, False, relu, False, False)
+        plan = run.plan_of_state(state, x, learned, size, _STEPS, False, relu, False, False)
         return run.backward(grad, x, learned, state, plan, _EPS, True, output if relu else None)
 
     def apply():
-        return run.apply(x, matrix, learned, learned, learned, _GROUP)
+        return run.apply(x, matrix, learned, learned, learned, size)
 
     return {"forward": forward, "backward": backward, "eval": apply}
 
@@ -79,6 +80,11 @@ def of_layer(x: torch.Tensor, relu: bool = False) -> Calls:
 def of_layer_with_relu(x: torch.Tensor) -> Calls:
     """The same with a ReLU, whose backward reads the output too."""
     return of_layer(x, relu=True)
+
+
+def of_wide_layer(x: torch.Tensor) -> Calls:
+    """The passes of a layer with all channels together."""
+    return of_layer(x, size=x.shape[1])
 
 
 def of_samples(x: torch.Tensor, rows: int = 32) -> Calls:
@@ -134,6 +140,12 @@ SUBJECTS = {
         _SHAPES,
         _BLOCKS,
         of_layer_with_relu,
+    ),
+    "wide": Subject(
+        {"moments": "forward", "apply": "eval", "cross_moments": "backward", "apply_backward": "backward"},
+        {"160": (128, 160, 32, 32), "256": (1024, 256, 8, 8), "512": (64, 512, 28, 28)},
+        _BLOCKS,
+        of_wide_layer,
     ),
     "samples": Subject(
         _PASSES,

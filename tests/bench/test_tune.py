@@ -29,6 +29,7 @@ def _as_before(precision):
     [
         ("layer", (4, 16, 4, 4), False),
         ("relu", (4, 16, 4, 4), True),
+        pytest.param("wide", (2, 130, 8, 8), False, marks=pytest.mark.rare),
         ("samples", (2, 32, 8, 8), True),
         ("stream", (200, 16), True),
     ],
