@@ -69,7 +69,8 @@ def rows() -> list[Row]:
     for shape in small + large:
         for layout in ("NCHW", "NHWC"):
             found += [Row(shape, "float32", layout, shape[1], 5, exact) for exact in (False, True)]
-            found.append(Row(shape, "bfloat16", layout, shape[1], 5))
+            found += [Row(shape, dtype, layout, shape[1], 5) for dtype in ("bfloat16", "float16")]
+    found += [Row((64, 128, 32, 32), "float32", layout, 128, 5, exact=True) for layout in ("NCHW", "NHWC")]
     return found
 
 

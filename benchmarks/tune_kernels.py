@@ -21,6 +21,7 @@ import torch
 
 from iternorm.backends.triton import items, run, tiling
 from iternorm.backends.triton import plan as plans
+from iternorm.backends.triton.layout import BLOCK, padded_size
 from iternorm.backends.triton.tiling import Tiles
 from iternorm.backends.triton.tools import stream
 
@@ -47,6 +48,7 @@ class Subject(NamedTuple):
         passes: The calls of an activation, by name of the pass.
         layouts: Of memory: whether samples are rows.
         modes: The dtypes and precisions, of `MODES`.
+        variants: What else of the tiles is varied.
     """
 
     kernels: dict[str, str]
@@ -55,6 +57,16 @@ class Subject(NamedTuple):
     passes: Callable[[torch.Tensor], Calls]
     layouts: tuple[bool, ...] = (False, True)
     modes: tuple[str, ...] = tuple(MODES)
+    variants: tuple[dict[str, Any], ...] = ({},)
+
+    def choices(self, shape: tuple[int, ...], rows: bool) -> list[Tiles]:
+        """The tiles to compile for an activation, with one program to a multiprocessor each."""
+        padded = padded_size(shape[1])
+        return [
+            Tiles(samples, warps, stages, 1)._replace(**variant)
+            for variant, (samples, warps), stages in itertools.product(self.variants, self.blocks, STAGES)
+            if padded % variant.get("block", BLOCK) == 0 and not (rows and variant.get("as_rows"))
+        ]
 
 
 def of_layer(x: torch.Tensor, relu: bool = False, size: int = 64) -> Calls:
@@ -146,6 +158,10 @@ SUBJECTS = {
         {"160": (128, 160, 32, 32), "256": (1024, 256, 8, 8), "512": (64, 512, 28, 28)},
         _BLOCKS,
         of_wide_layer,
+        variants=tuple(
+            {"block": block, "depth": depth, "as_rows": as_rows}
+            for block, depth, as_rows in itertools.product((64, 128), (32, 64), (False, True))
+        ),
     ),
     "samples": Subject(
         _PASSES,
@@ -229,23 +245,23 @@ def compile_share(arguments: tuple[int, int, list[Subject], list[str]]) -> None:
         # The programs of a launch are no constant of it: a small batch will do.
         shapes = {(max(4, shape[0] >> 8), *shape[1:]) for shape in subject.shapes.values()}
         asked = [mode for mode in subject.modes if mode in modes]
-        choices = (asked, subject.layouts, subject.kernels, subject.blocks, STAGES)
-        jobs += itertools.product((subject,), sorted(shapes), *choices)
-    for subject, shape, mode, rows, kernel, (block, warps), stages in jobs[share::shares]:
+        for shape, mode, rows, kernel in itertools.product(sorted(shapes), asked, subject.layouts, subject.kernels):
+            jobs += [(subject, shape, mode, rows, kernel, tiles) for tiles in subject.choices(shape, rows)]
+    for subject, shape, mode, rows, kernel, tiles in jobs[share::shares]:
         use()
         calls = passes(subject, shape, mode, rows)
-        use(kernel, Tiles(block, warps, stages, 1))
+        use(kernel, tiles)
         try:
             calls[subject.kernels[kernel]]()
         except Exception as error:
-            print(f"{mode} rows={rows} {kernel} {block} {warps} {stages}: {type(error).__name__}", file=sys.stderr)
+            print(f"{mode} rows={rows} {kernel} {tiles}: {type(error).__name__}", file=sys.stderr)
 
 
-def timings(subject: Subject, kernel: str, calls: Calls, repeats: int) -> list[tuple[float, Tiles]]:
+def timings(choices: list[Tiles], kernel: str, call: Callable[[], object], repeats: int) -> list[tuple[float, Tiles]]:
     """Every choice for a kernel that fits the GPU, with the time of its pass, the fastest first."""
     found = []
-    for (block, warps), stages, per_sm in itertools.product(subject.blocks, STAGES, PER_SM):
-        tiles, call = Tiles(block, warps, stages, per_sm), calls[subject.kernels[kernel]]
+    for choice, per_sm in itertools.product(choices, PER_SM):
+        tiles = choice._replace(per_sm=per_sm)
         use(kernel, tiles)
         try:
             call()
@@ -266,6 +282,7 @@ def main() -> None:
         "--shape", type=int, nargs="+", help="the one activation to time, in place of the subjects' own"
     )
     parser.add_argument("--layout", choices=("NCHW", "NHWC"), help="the one layout, in place of both")
+    parser.add_argument("--kernels", help="of the subjects', those to time")
     parser.add_argument("--processes", type=int, default=14)
     args = parser.parse_args()
     names, modes = args.subjects.split(","), args.modes.split(",")
@@ -275,6 +292,9 @@ def main() -> None:
             subject = subject._replace(shapes={"x".join(map(str, args.shape)): tuple(args.shape)})
         if args.layout is not None:
             subject = subject._replace(layouts=(args.layout == "NHWC",))
+        if args.kernels is not None:
+            asked = args.kernels.split(",")
+            subject = subject._replace(kernels={k: part for k, part in subject.kernels.items() if k in asked})
         subjects[name] = subject
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         pool.map(compile_share, [(i, args.processes, [*subjects.values()], modes) for i in range(args.processes)])
@@ -287,7 +307,7 @@ def main() -> None:
             use()
             own = {part: graph_time(warm(call)) for part, call in calls.items()}
             for kernel, part in subject.kernels.items():
-                found = timings(subject, kernel, calls, 2 if shape_name == "stem" else 10)
+                found = timings(subject.choices(shape, rows), kernel, calls[part], 2 if shape_name == "stem" else 10)
                 where: dict[str, Any] = {"subject": name, "mode": mode, "rows": rows, "shape": shape_name}
                 where |= {"kernel": kernel, "pass": part}
                 results += [{**where, "us": time, "tiles": tiles} for time, tiles in found]

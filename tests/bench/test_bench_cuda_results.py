@@ -112,9 +112,9 @@ def result():
         )
     assert parts[:3] == ["compilation", "copy bandwidth", "6x8x4x4 float32"]
     assert parts[-1] == "VGG bfloat16 NHWC"
-    assert len(parts) == 2 + 4 + 2
+    assert len(parts) == 2 + 4 + 3
     # What there is at each point is whole: a run that is cut short leaves it.
-    assert [len(each["cases"]) + len(each["training"]) for each in saved] == [1, 2, 3, 4, 5, 6]
+    assert [len(each["cases"]) + len(each["training"]) for each in saved] == [1, 2, 3, 4, 5, 6, 7]
     assert {len(each["targets"]) for each in saved} == {len(found["targets"])}
     assert saved[-1] == found
     return found
@@ -126,10 +126,10 @@ def test_a_run_is_json_with_provenance_settings_and_targets(result):
     assert result["settings"]["copy_gb_per_s"] == 4000
     assert result["settings"]["rounds"] == 2
     assert [case["dtype"] for case in result["cases"]] == ["float32", "bfloat16"] * 2
-    assert [setting["layout"] for setting in result["training"]] == ["NCHW", "NHWC"]
+    assert [setting["layout"] for setting in result["training"]] == ["NCHW", "NHWC", "NHWC"]
     # VGG's two figures in two precisions; no other target has its activation here.
     assert sum(target["met"] is not None for target in result["targets"]) == 4
-    assert cuda.count_parts() == 2 + 6 * 2 + 2
+    assert cuda.count_parts() == 2 + 6 * 2 + 3
 
 
 def test_the_printed_lines_show_every_row_and_every_failure(result):
@@ -142,7 +142,7 @@ def test_the_printed_lines_show_every_row_and_every_failure(result):
         assert phrase in text
     assert "Targets: 4 of " in text
     assert "not measured" in text
-    assert text.count("VGG training step, batch 16") == 2
+    assert text.count("VGG training step, batch 16") == 3
     failed = json.loads(json.dumps(result))
     failed["cases"][0]["rivals"][0]["failed"] = "E: conv"
     failed["cases"][1]["failed"] = "E: case"
@@ -158,7 +158,7 @@ def test_markdown_has_a_line_a_case_and_a_network(result):
     assert len(table) == 2 + 4 + 2 + 5
     widths = [line.count("|") for line in table]
     assert set(widths[:6]) == {11}
-    assert set(widths[6:]) == {9}
+    assert set(widths[6:]) == {12}
     assert table[2].startswith("| 6x8x4x4 fp32 | ")
     assert "| 1000 / 1000 |" in table[2]
     assert "DBN d=16" in table[-2]

@@ -129,7 +129,7 @@ class ItemPlan(Plan):
             return tiles._replace(samples=min(tiles.samples, 64 if small or self._pack == 1 else 32), per_sm=2)
         return tiles
 
-    def _in_tiles(self, tiles: Tiles, kernel: str, function, pointers, constants, floats, block, blocks) -> Launch:
+    def _in_tiles(self, tiles: Tiles, kernel: str, function, pointers, constants, floats, blocks) -> Launch:
         layout, pack = self.layout, self._pack
         # No larger than an item's channel, and at least what a matrix product takes.
         samples = min(tiles.samples, max(16, pack, 1 << (self._length * pack - 1).bit_length()))

@@ -17,7 +17,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_NEWTON = 64
 # The largest group that is one tile of channels. Those above it are wide: they are computed in blocks of channels.
 LARGEST_TILE = 128
-# The channels of a block.
+# The channels of the smallest block.
 BLOCK = 64
 # The largest groups of which several share a tile.
 LARGEST_SHARED = 8

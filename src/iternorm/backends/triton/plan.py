@@ -31,7 +31,7 @@ from iternorm.backends.triton.precision import (
     split_for,
 )
 from iternorm.backends.triton.runtime import Launch, Launches, device_of
-from iternorm.backends.triton.tiling import LONGEST_SUM, Tiles, block_of, programs, tiles_for
+from iternorm.backends.triton.tiling import LONGEST_SUM, Tiles, programs, tiles_for
 
 
 class Key(NamedTuple):
@@ -188,17 +188,16 @@ class Plan:
         pointers: tuple,
         constants: dict[str, Any],
         floats: tuple = (),
-        block: int | None = None,
-        blocks: int = 1,
+        blocks: int | None = None,
     ) -> Launch:
-        """A kernel that goes over the activation; of a wide group, so many blocks, each of `block` channels.
+        """A kernel that goes over the activation, in so many blocks of a wide group.
 
         Its tiles are chosen for an H200. A GPU that has less shared memory shows it when the kernel is compiled.
         """
         tiles = self.tiles_of(kernel)
         while True:
             try:
-                launch = self._in_tiles(tiles, kernel, function, pointers, constants, floats, block, blocks)
+                launch = self._in_tiles(tiles, kernel, function, pointers, constants, floats, blocks)
                 break
             except OutOfResources:
                 smaller = tiles.smaller()
@@ -213,19 +212,19 @@ class Plan:
         self._chosen[kernel] = tiles
         return launch
 
-    def _in_tiles(self, tiles: Tiles, kernel: str, function, pointers, constants, floats, block, blocks) -> Launch:
+    def _in_tiles(self, tiles: Tiles, kernel: str, function, pointers, constants, floats, blocks) -> Launch:
         layout = self.layout
         # One more than there are shares of the samples writes what is kept.
         keepers = int(kernel == "whiten")
-        count = programs(layout, tiles, self.num_sms, keepers, blocks)
+        count = programs(layout, tiles, self.num_sms, keepers, blocks or 1)
         self._num_programs[kernel] = count
         integers = (layout.samples, layout.channels, layout.length, count)
         tile = Tile(
             D=layout.group_size,
             BD=layout.padded,
-            BC=layout.padded if block is None else block,
+            BC=layout.padded if blocks is None else tiles.block,
             BL=tiles.samples,
-            ROWS=layout.rows,
+            ROWS=layout.rows or tiles.as_rows,
             ROUND=self._goes_round,
             PARTS=int(self.key.split),
             INT64=layout.int64,
@@ -233,10 +232,12 @@ class Plan:
             STAGES=tiles.stages,
             LONG=kernel.endswith("moments") and layout.samples > LONGEST_SUM * count,
             SHARED=layout.shared,
+            PLANES=tiles.as_rows and not layout.rows,
+            DEPTH=tiles.depth,
         )
         return Launch(
             function,
-            (count * blocks + keepers, layout.num_groups),
+            (count * (blocks or 1) + keepers, layout.num_groups),
             pointers,
             floats,
             integers,
@@ -258,10 +259,9 @@ class Plan:
         constants = {"SELF": not backward, "PASSING": passing}
         if not self.layout.wide:
             return self.passes(name, partial_moments, pointers, constants)
-        block = block_of(name, self.layout)
-        across = self.layout.padded // block
+        across = self.layout.padded // self.tiles_of(name).block
         pairs = across**2 if backward else across * (across + 1) // 2
-        return self.passes(name, wide_moments, pointers, constants, block=block, blocks=pairs)
+        return self.passes(name, wide_moments, pointers, constants, blocks=pairs)
 
     def _cross_moments(self) -> Launch:
         return self._moments(backward=True)

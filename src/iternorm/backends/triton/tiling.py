@@ -7,7 +7,7 @@ Other GPUs begin with the same, and take smaller ones where they have less share
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from iternorm.backends.triton.layout import BLOCK, LARGEST_NEWTON, Layout
+from iternorm.backends.triton.layout import BLOCK, LARGEST_NEWTON, LARGEST_TILE, Layout
 from iternorm.backends.triton.precision import HALF, Split
 
 
@@ -16,6 +16,10 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     per_sm: int  # programs for each multiprocessor
+    # Of wide groups.
+    block: int = BLOCK  # channels that a program has
+    depth: int = BLOCK  # channels that a map multiplies at a time
+    as_rows: bool = False  # samples are the rows of a map's tiles in contiguous memory too
 
     def smaller(self) -> "Tiles | None":
         """The next that ask for less shared memory, for a GPU that has less than an H200; None if there are none."""
@@ -33,13 +37,16 @@ class Rule:
     split: Split | None = None
     rows: bool | None = None
     most: int | None = None  # samples of all groups
-    double: bool | None = None  # a block has 128 channels
+    least_work: int = 0  # samples of all groups, times the size of a group's matrix
     bytes_of_64: int | None = None  # a tile has 64 channels, of values of so many bytes
 
-    def suits(self, split: int, rows: bool, samples: int, double: bool, bytes_of_64: int) -> bool:
-        pairs = ((self.split, split), (self.rows, rows), (self.double, double), (self.bytes_of_64, bytes_of_64))
-        return all(wanted is None or wanted == given for wanted, given in pairs) and (
-            self.most is None or samples <= self.most
+    def suits(self, split: int, rows: bool, samples: int, padded: int, bytes_of_64: int) -> bool:
+        pairs = ((self.split, split), (self.rows, rows), (self.bytes_of_64, bytes_of_64))
+        return (
+            all(wanted is None or wanted == given for wanted, given in pairs)
+            and (self.most is None or samples <= self.most)
+            and samples * padded**2 >= self.least_work
+            and (padded <= LARGEST_TILE or padded % self.tiles.block == 0)
         )
 
 
@@ -72,8 +79,17 @@ _APPLIED_64 = (
     Rule(Tiles(64, 4, 4, 2), rows=True),
     Rule(Tiles(128, 4, 3, 2)),
 )
-# Three parts of a matrix of 128x128 ask for more shared memory than there is: it is applied in blocks.
-_BLOCKS_128 = Rule(Tiles(128, 8, 2, 1), THREE)
+# From so much work on, half the reads of an activation are worth more partial matrices to reduce, or larger tiles.
+MUCH = 2**32
+# Of 128 channels too: three parts of a matrix of 128x128 ask for more shared memory than there is.
+_APPLIED_IN_BLOCKS = (
+    Rule(Tiles(128, 8, 3, 2, block=128, depth=32), THREE),
+    Rule(Tiles(128, 8, 3, 1, as_rows=True), THREE),
+)
+_BACKWARD_IN_BLOCKS = (
+    Rule(Tiles(128, 8, 3, 1, block=128, depth=32), THREE, rows=False),
+    Rule(Tiles(128, 8, 4, 1, depth=32, as_rows=True), THREE),
+)
 HOPPER = {
     "moments": Tuning(
         why="bound by memory: large tiles of bfloat16, smaller ones where parts need registers",
@@ -93,7 +109,12 @@ HOPPER = {
             Rule(Tiles(32, 8, 3, 1), THREE),
             Rule(Tiles(32, 8, 4, 1)),
         ),
-        wide=(Rule(Tiles(128, 4, 3, 1)),),
+        wide=(
+            Rule(Tiles(64, 8, 3, 1, block=128), rows=True, least_work=MUCH),
+            Rule(Tiles(128, 4, 3, 1), ONE, rows=True),
+            Rule(Tiles(64, 4, 4, 1), ONE),
+            Rule(Tiles(64, 4, 3, 1)),
+        ),
     ),
     "cross_moments": Tuning(
         why="reads two activations, so one program a multiprocessor in bfloat16",
@@ -105,7 +126,7 @@ HOPPER = {
             Rule(Tiles(64, 4, 3, 2)),
         ),
         up_to_128=(Rule(Tiles(64, 8, 4, 1), ONE), Rule(Tiles(32, 8, 4, 1))),
-        wide=(Rule(Tiles(64, 8, 3, 1), double=True), Rule(Tiles(64, 4, 3, 2))),
+        wide=(Rule(Tiles(64, 8, 3, 1, block=128)), Rule(Tiles(64, 4, 3, 2))),
     ),
     "whiten": Tuning(
         why="two programs hide each other's iteration, unless there is little else to do; smaller tiles of few samples",
@@ -124,8 +145,16 @@ HOPPER = {
     "apply": Tuning(
         why="as `whiten`, without its iteration",
         up_to_64=_APPLIED_64,
-        up_to_128=(_BLOCKS_128, Rule(Tiles(64, 8, 4, 1), ONE), Rule(Tiles(64, 8, 3, 1))),
-        wide=(Rule(Tiles(128, 4, 3, 2), ONE), Rule(Tiles(64, 4, 3, 2))),
+        up_to_128=(*_APPLIED_IN_BLOCKS, Rule(Tiles(64, 8, 4, 1), ONE), Rule(Tiles(64, 8, 3, 1))),
+        wide=(
+            Rule(Tiles(128, 8, 4, 2, block=128), ONE, rows=True, least_work=MUCH),
+            Rule(Tiles(128, 4, 3, 2, block=128), ONE, rows=False),
+            Rule(Tiles(128, 4, 3, 2), ONE),
+            Rule(Tiles(64, 4, 4, 2, block=128, depth=32), TWO, rows=True),
+            Rule(Tiles(64, 4, 4, 2, depth=32, as_rows=True), TWO),
+            *_APPLIED_IN_BLOCKS,
+            Rule(Tiles(64, 4, 3, 2)),
+        ),
     ),
     "whiten_backward": Tuning(
         why="the iteration's matrices take most of the shared memory: two programs only of many small tiles",
@@ -147,8 +176,17 @@ HOPPER = {
     "apply_backward": Tuning(
         why="applies two matrices: in parts, few stages and many programs",
         up_to_64=(),
-        up_to_128=(_BLOCKS_128, Rule(Tiles(64, 4, 3, 1), ONE), Rule(Tiles(32, 8, 3, 1))),
-        wide=(Rule(Tiles(128, 8, 3, 1), ONE), Rule(Tiles(64, 4, 2, 4))),
+        up_to_128=(*_BACKWARD_IN_BLOCKS, Rule(Tiles(64, 4, 3, 1), ONE), Rule(Tiles(32, 8, 3, 1))),
+        wide=(
+            Rule(Tiles(128, 8, 3, 2, block=128), ONE, rows=True),
+            Rule(Tiles(128, 4, 3, 2, block=128, depth=32), ONE, rows=False),
+            Rule(Tiles(128, 8, 4, 1), ONE, rows=True),
+            Rule(Tiles(128, 4, 4, 2, depth=32), ONE),
+            Rule(Tiles(128, 8, 3, 2, block=128, depth=32, as_rows=True), TWO),
+            Rule(Tiles(64, 4, 3, 2, depth=32, as_rows=True), TWO),
+            *_BACKWARD_IN_BLOCKS,
+            Rule(Tiles(64, 4, 2, 4)),
+        ),
     ),
 }
 
@@ -180,11 +218,6 @@ def blocks_for(size: int, precision: str) -> Blocks:
     return Blocks(side=32, depth=depth, stages=4 if depth == 32 else 3, warps=2 if size >= 512 else 4)
 
 
-def block_of(kernel: str, layout: Layout) -> int:
-    """The channels of a block of a wide group."""
-    return 2 * BLOCK if kernel == "cross_moments" and layout.padded % (2 * BLOCK) == 0 else BLOCK
-
-
 def tiles_for(kernel: str, layout: Layout, split: int, third: bool = False, value_bytes: int = 0) -> Tiles:
     """The tiles of a kernel, which may go over a `third` activation: a residual forward, the output backward.
 
@@ -193,9 +226,8 @@ def tiles_for(kernel: str, layout: Layout, split: int, third: bool = False, valu
     tuning, samples = HOPPER[kernel], layout.samples * layout.num_groups
     up_to_64 = layout.padded <= LARGEST_NEWTON
     rules = tuning.up_to_64 if up_to_64 else tuning.wide if layout.wide else tuning.up_to_128
-    double = block_of(kernel, layout) > BLOCK
     bytes_of_64 = value_bytes if layout.padded == 64 else 0
-    tiles = next(rule.tiles for rule in rules if rule.suits(split, layout.rows, samples, double, bytes_of_64))
+    tiles = next(rule.tiles for rule in rules if rule.suits(split, layout.rows, samples, layout.padded, bytes_of_64))
     if up_to_64 and kernel.endswith("moments") and samples < 2048 * tiles.samples:
         # Each program adds a partial matrix to be reduced: with few tiles for each, fewer programs are faster.
         tiles = tiles._replace(per_sm=1)

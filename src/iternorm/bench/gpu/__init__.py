@@ -70,7 +70,8 @@ def run(
         gpu: The clocks.
 
     Returns:
-        `provenance`, `settings`, `cases` (one an activation and dtype), `training` (one a precision), `targets`.
+        `provenance`, `settings`, `cases` (one an activation and dtype), `training` (one a precision and layout),
+        `targets`.
     """
     gpu = Gpu() if gpu is None else gpu
     notify = progress or (lambda part: None)

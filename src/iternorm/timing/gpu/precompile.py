@@ -15,6 +15,7 @@ import torch
 from iternorm.timing.cpu.devices import Case
 from iternorm.timing.gpu.cases import LAYOUTS, Shape, candidates_for
 from iternorm.timing.gpu.clock import matmul_precision, reason
+from iternorm.timing.gpu.training import SETTINGS, Setting, TrainingStep, norms
 
 # Our kernels are the same for every batch size; those of torch.compile are specific to the shape.
 SMALL_BATCH = 4
@@ -45,7 +46,7 @@ def jobs_for(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], quick: bool
                     jobs.setdefault((candidate.name, kind, dtype, layout), Job(candidate.name, shape, dtype, layout))
     found = sorted(jobs.values(), key=lambda job: "compiled" not in (job.name or ""))
     image = (SMALL_BATCH, 3, 32, 32)
-    return [*found, Job(None, image, torch.float32, "NCHW"), Job(None, image, torch.bfloat16, "NHWC")]
+    return [*found, *(Job(None, image, setting.dtype, setting.layout) for setting in SETTINGS)]
 
 
 def compile_all(jobs: Sequence[Job], device: str = "cuda", processes: int | None = None) -> dict:
@@ -91,7 +92,6 @@ def _attempt(job: Job, device: str) -> str | None:
 def first_step(job: Job, device: str) -> None:
     """The first step of a job, on a small batch where that gives the same kernels."""
     from iternorm.timing.gpu.comparison import Entry
-    from iternorm.timing.gpu.training import Setting, TrainingStep, norms
 
     target = torch.device(device)
     if job.name is None:

@@ -28,7 +28,7 @@ class Setting(NamedTuple):
     layout: str
 
 
-SETTINGS = (Setting(torch.float32, "NCHW"), Setting(torch.bfloat16, "NHWC"))
+SETTINGS = (Setting(torch.float32, "NCHW"), Setting(torch.float32, "NHWC"), Setting(torch.bfloat16, "NHWC"))
 
 
 class Norm(NamedTuple):

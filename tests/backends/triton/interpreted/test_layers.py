@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: gpu/test_kernels.py", allow_module_level=True)
 
-from iternorm.backends.triton import plan, runtime
+from iternorm.backends.triton import plan, runtime, tiling
 
 # Shape, group size, number of steps, channels_last.
 CASES = [
@@ -132,6 +132,41 @@ def test_the_gradient_of_deviations_near_the_end_of_the_range():
     assert values.grad is not None
     assert exact.grad is not None
     assert relative_error(2.0**58 * values.grad, 2.0**58 * exact.grad) < 2e-6
+
+
+# Of 230 channels and a last group of 30, in blocks of 64 or 128. One item's 72 positions do not fill two tiles.
+@pytest.mark.parametrize(
+    ("variant", "last"),
+    [
+        ({"block": 128, "depth": 32}, True),
+        ({"block": 128, "depth": 64}, False),
+        ({"block": 64, "depth": 32, "as_rows": True}, False),
+        ({"block": 128, "depth": 64, "as_rows": True}, False),
+    ],
+)
+def test_wide_groups_in_other_blocks_equal_the_reference(variant, last, monkeypatch, poisoned_memory):
+    def other(kernel, *rest):
+        tiles = tiling.tiles_for(kernel, *rest)._replace(**variant)
+        return tiles._replace(as_rows=False) if kernel.endswith("moments") else tiles
+
+    monkeypatch.setattr(plan, "tiles_for", other)
+    monkeypatch.setattr(plan, "_plans", {})
+    shape = (3, 260, 8, 10)
+    layer = layer_for(shape, group_size=230, num_iters=1, activation="relu")
+    x, residual = correlated(*shape, dtype=torch.float32), torch.randn(shape)
+    x, residual = (channels_last(t) if last else t for t in (x, residual))
+    inputs = [x.requires_grad_(), residual.requires_grad_(), layer.weight, layer.bias]
+    y = layer(x, residual=residual)
+    grad = torch.randn_like(y)
+    found = (y, *torch.autograd.grad(y, inputs, grad))
+    x, residual, weight, bias = exact = [t.detach().double().requires_grad_() for t in inputs]
+    expected = (reference.iter_norm(x, weight, bias, group_size=230, num_iters=1) + residual).relu()
+    wanted = (expected, *torch.autograd.grad(expected, exact, grad.double()))
+    assert worst(relative_error(a, b) for a, b in zip(found, wanted, strict=True)) < 2e-6
+    used = [made.launches["apply"].constants["TILE"] for made in plan._plans.values()]
+    assert {(tile.BC, tile.DEPTH, tile.PLANES) for tile in used} == {
+        (variant["block"], variant["depth"], variant.get("as_rows", False))
+    }
 
 
 # 24 multiprocessors: enough programs that each block of a wide group is shared by four. 6: two programs of a group,

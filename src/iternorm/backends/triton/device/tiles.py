@@ -22,13 +22,15 @@ class Tile(NamedTuple):
     BD: int  # the same, padded: a power of two, or full blocks of a wide group
     BC: int  # channels of a tile: BD, those of a block, or all of an item
     BL: int  # samples of a tile
-    ROWS: bool  # channels_last
+    ROWS: bool  # a sample is a row of a tile, as in channels_last memory
     ROUND: bool  # tiles go round among the programs, see `share_of`
     PARTS: int  # how products are split, see `precision.Split`
     INT64: bool  # offsets past 2^31
     EVEN: bool  # every group fills its tile: no channel is masked
     STAGES: int  # of the loop that loads tiles
     LONG: bool = False  # sums are of so many samples that the tensor cores' truncation matters, see `outer_product`
+    PLANES: bool = False  # and yet memory is contiguous
+    DEPTH: int = 0  # channels that a map of a wide group multiplies at a time
     SHARED: int = 0  # channels of each group where several share the tile, whose D channels are then all of theirs
     # Where each item of a batch is whitened by itself, see `device/items/tiles.py`.
     SPAN: int = 0  # channels of a row; 0 where the batch is whitened together
@@ -68,8 +70,13 @@ def follow(PDL: tl.constexpr):
 
 @triton.jit
 def channels_of(group, C, L, TILE: tl.constexpr, begin=0):
-    """The channels of a tile of a group: where their statistics are, which of them there are, and where they begin."""
-    index = begin + tl.arange(0, TILE.BC)
+    """The channels of a tile of a group: `channels_at` for all of them."""
+    return channels_at(begin + tl.arange(0, TILE.BC), group, C, L, TILE)
+
+
+@triton.jit
+def channels_at(index, group, C, L, TILE: tl.constexpr):
+    """Channels of a group, by index: where their statistics are, which of them there are, and where they begin."""
     if TILE.FLAT:
         # Those of an item, and the statistics of the rows that they belong to.
         features, channels = group * TILE.D + index // TILE.SPAN, index
@@ -78,7 +85,7 @@ def channels_of(group, C, L, TILE: tl.constexpr, begin=0):
         features = group * TILE.D + index
         valid = index < tl.minimum(TILE.D, C - group * TILE.D)
         channels = features
-        if not TILE.ROWS:
+        if TILE.PLANES or not TILE.ROWS:
             channels = features * L
     return features, valid, channels
 
@@ -186,7 +193,7 @@ def sample_offset(j, L, C, TILE: tl.constexpr):
     """Where sample j begins: it is position j % L of item j // L."""
     if TILE.INT64:
         j = j.to(tl.int64)
-    if TILE.ROWS:
+    if TILE.ROWS and not TILE.PLANES:
         offsets = j * C
     else:
         n = j // L

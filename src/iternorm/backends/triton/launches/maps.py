@@ -12,7 +12,7 @@ from triton import OutOfResources
 from iternorm.backends.triton.device.apply import apply_backward, apply_forward
 from iternorm.backends.triton.device.wide.apply import wide_apply, wide_apply_backward
 from iternorm.backends.triton.device.wide.operands import backward_operands, forward_operands
-from iternorm.backends.triton.layout import BLOCK, LARGEST_TILE
+from iternorm.backends.triton.layout import LARGEST_TILE
 from iternorm.backends.triton.precision import Split
 from iternorm.backends.triton.runtime import Launch
 
@@ -82,8 +82,8 @@ class Maps:
             return None
 
     def _by_block(self, name: str, function, pointers: tuple, constants: dict[str, Any]) -> Launch:
-        blocks = self._plan.layout.padded // BLOCK
-        return self._plan.passes(name, function, pointers, constants, block=BLOCK, blocks=blocks)
+        blocks = self._plan.layout.padded // self._plan.tiles_of(name).block
+        return self._plan.passes(name, function, pointers, constants, blocks=blocks)
 
     def _operands(self) -> Launch:
         weight, bias, fp32 = self._plan.key.weight, self._plan.key.bias, torch.float32

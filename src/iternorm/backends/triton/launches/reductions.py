@@ -7,7 +7,6 @@ import torch
 
 from iternorm.backends.triton.device.reduce import reduce_moments
 from iternorm.backends.triton.device.wide.moments import wide_reduce
-from iternorm.backends.triton.layout import BLOCK
 from iternorm.backends.triton.runtime import Launch
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class Reductions:
         integers = (layout.samples, layout.channels, count, plan.unit_of(name))
         if plan.layout.wide:
             grid = ((layout.padded // 32) ** 2, layout.num_groups)
-            words = {**common, "BC": BLOCK, "SIDE": 32, "PB": min(8, 1 << (count - 1).bit_length())}
+            words = {**common, "BC": plan.tiles_of(name).block, "SIDE": 32, "PB": min(8, 1 << (count - 1).bit_length())}
             return Launch(wide_reduce, grid, pointers, (), integers, (1,), words, 4, plan.key.device)
         # All partials of a row at once where they are few enough: a loop waits for the memory at every turn.
         side, span = plan.partials

@@ -1,8 +1,8 @@
 """Maps of groups too wide for one program: a program has a block of the output's channels, and some of the samples.
 
-For groups above 128 channels, and for smaller matrices that a GPU has no room for. Blocks are those of `wide_moments`;
-what `apply` does with matrices on chip is done here block by block, and a block is loaded for every tile. So matrices
-come as products take them, from `wide.operands`.
+For groups above 128 channels, and for smaller matrices that a GPU has no room for. What `apply` does with matrices on
+chip is done here block by block: `BC` channels of the output from `DEPTH` of the input. A block is loaded for every
+tile, so matrices come as products take them, from `wide.operands`.
 """
 
 # A checker takes the language of the kernels for Python.
@@ -14,6 +14,7 @@ from iternorm.backends.triton.device.blocks import load_block
 from iternorm.backends.triton.device.products import on_channels
 from iternorm.backends.triton.device.tiles import (
     along_channels,
+    channels_at,
     channels_of,
     finished,
     follow,
@@ -30,7 +31,7 @@ from iternorm.backends.triton.device.tiles import (
 
 @triton.jit
 def add_block(matrix_ptr, rows, columns, tile, acc, TILE: tl.constexpr):
-    """acc + matrix tile for a block of a matrix ``[BD, BD]``.
+    """acc + matrix tile for a block ``[BC, DEPTH]`` of a matrix ``[BD, BD]``.
 
     Tensor cores truncate what they add to: in three parts blocks are added up outside of them.
     """
@@ -66,13 +67,14 @@ def wide_forward_tile(
     samples = sample_offsets(start, L, C, TILE)
     rows = block * TILE.BC + tl.arange(0, TILE.BC)
     y = zero_tile(TILE)
-    for depth in tl.range(0, TILE.BD, TILE.BC, num_stages=TILE.STAGES):
-        features, valid, channels = channels_of(group, C, L, TILE, depth)
+    for depth in tl.range(0, TILE.BD, TILE.DEPTH, num_stages=TILE.STAGES):
+        columns = depth + tl.arange(0, TILE.DEPTH)
+        features, valid, channels = channels_at(columns, group, C, L, TILE)
         x = load_tile(x_ptr, samples, channels, start, last, valid, TILE, FULL)
         if TILE.PARTS != 1:
             mean = tl.load(mean_ptr + features, mask=valid, other=0.0).to(tl.float32)
             x = shifted(x, mean, start, last, valid, TILE, FULL)
-        y = add_block(matrix_ptr, rows, depth + tl.arange(0, TILE.BC), x, y, TILE)
+        y = add_block(matrix_ptr, rows, columns, x, y, TILE)
     y = y * along_channels(scale, TILE.ROWS) + along_channels(offset, TILE.ROWS)
     _, valid, channels = channels_of(group, C, L, TILE, block * TILE.BC)
     y = finished(y, residual_ptr, samples, channels, start, last, valid, TILE, FULL, AFTER)
@@ -145,9 +147,9 @@ def wide_backward_tile(
     samples = sample_offsets(start, L, C, TILE)
     rows = block * TILE.BC + tl.arange(0, TILE.BC)
     dx = zero_tile(TILE)
-    for depth in tl.range(0, TILE.BD, TILE.BC, num_stages=TILE.STAGES):
-        features, valid, channels = channels_of(group, C, L, TILE, depth)
-        columns = depth + tl.arange(0, TILE.BC)
+    for depth in tl.range(0, TILE.BD, TILE.DEPTH, num_stages=TILE.STAGES):
+        columns = depth + tl.arange(0, TILE.DEPTH)
+        features, valid, channels = channels_at(columns, group, C, L, TILE)
         grad = load_tile(grad_ptr, samples, channels, start, last, valid, TILE, FULL)
         grad = passed(grad, output_ptr, samples, channels, start, last, valid, TILE, FULL, RELU)
         x = load_tile(x_ptr, samples, channels, start, last, valid, TILE, FULL)
