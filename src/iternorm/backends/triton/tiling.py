@@ -37,7 +37,8 @@ class Rule:
     split: Split | None = None
     rows: bool | None = None
     most: int | None = None  # samples of all groups
-    least_work: int = 0  # samples of all groups, times the size of a group's matrix
+    least: int = 0  # values of the activation, padding included
+    narrowest: int = 0  # channels of a group
     bytes_of_64: int | None = None  # a tile has 64 channels, of values of so many bytes
 
     def suits(self, split: int, rows: bool, samples: int, padded: int, bytes_of_64: int) -> bool:
@@ -45,7 +46,8 @@ class Rule:
         return (
             all(wanted is None or wanted == given for wanted, given in pairs)
             and (self.most is None or samples <= self.most)
-            and samples * padded**2 >= self.least_work
+            and samples * padded >= self.least
+            and padded >= self.narrowest
             and (padded <= LARGEST_TILE or padded % self.tiles.block == 0)
         )
 
@@ -79,16 +81,18 @@ _APPLIED_64 = (
     Rule(Tiles(64, 4, 4, 2), rows=True),
     Rule(Tiles(128, 4, 3, 2)),
 )
-# From so much work on, half the reads of an activation are worth more partial matrices to reduce, or larger tiles.
-MUCH = 2**32
-# Of 128 channels too: three parts of a matrix of 128x128 ask for more shared memory than there is.
+# Of fewer values, there are fewer large tiles of maps than multiprocessors.
+MANY = 2**21
+# Three parts of a matrix, of 128x128 too, which ask for more shared memory than there is.
 _APPLIED_IN_BLOCKS = (
-    Rule(Tiles(128, 8, 3, 2, block=128, depth=32), THREE),
-    Rule(Tiles(128, 8, 3, 1, as_rows=True), THREE),
+    Rule(Tiles(128, 8, 3, 2, block=128, depth=32), THREE, least=MANY),
+    Rule(Tiles(128, 8, 3, 1, as_rows=True), THREE, least=MANY),
+    Rule(Tiles(64, 4, 3, 2), THREE),
 )
 _BACKWARD_IN_BLOCKS = (
-    Rule(Tiles(128, 8, 3, 1, block=128, depth=32), THREE, rows=False),
-    Rule(Tiles(128, 8, 4, 1, depth=32, as_rows=True), THREE),
+    Rule(Tiles(128, 8, 3, 1, block=128, depth=32), THREE, rows=False, least=MANY),
+    Rule(Tiles(128, 8, 4, 1, depth=32, as_rows=True), THREE, least=MANY),
+    Rule(Tiles(64, 4, 2, 4), THREE),
 )
 HOPPER = {
     "moments": Tuning(
@@ -110,7 +114,8 @@ HOPPER = {
             Rule(Tiles(32, 8, 4, 1)),
         ),
         wide=(
-            Rule(Tiles(64, 8, 3, 1, block=128), rows=True, least_work=MUCH),
+            Rule(Tiles(64, 8, 3, 1, block=128), rows=True, least=2**23, narrowest=512),
+            Rule(Tiles(128, 4, 3, 1), most=2**11),
             Rule(Tiles(128, 4, 3, 1), ONE, rows=True),
             Rule(Tiles(64, 4, 4, 1), ONE),
             Rule(Tiles(64, 4, 3, 1)),
@@ -147,10 +152,10 @@ HOPPER = {
         up_to_64=_APPLIED_64,
         up_to_128=(*_APPLIED_IN_BLOCKS, Rule(Tiles(64, 8, 4, 1), ONE), Rule(Tiles(64, 8, 3, 1))),
         wide=(
-            Rule(Tiles(128, 8, 4, 2, block=128), ONE, rows=True, least_work=MUCH),
-            Rule(Tiles(128, 4, 3, 2, block=128), ONE, rows=False),
+            Rule(Tiles(128, 8, 4, 2, block=128), ONE, rows=True, least=2**23, narrowest=512),
+            Rule(Tiles(128, 4, 3, 2, block=128), ONE, rows=False, least=MANY),
             Rule(Tiles(128, 4, 3, 2), ONE),
-            Rule(Tiles(64, 4, 4, 2, block=128, depth=32), TWO, rows=True),
+            Rule(Tiles(64, 4, 4, 2, block=128, depth=32), TWO, rows=True, least=MANY),
             Rule(Tiles(64, 4, 4, 2, depth=32, as_rows=True), TWO),
             *_APPLIED_IN_BLOCKS,
             Rule(Tiles(64, 4, 3, 2)),
@@ -178,11 +183,11 @@ HOPPER = {
         up_to_64=(),
         up_to_128=(*_BACKWARD_IN_BLOCKS, Rule(Tiles(64, 4, 3, 1), ONE), Rule(Tiles(32, 8, 3, 1))),
         wide=(
-            Rule(Tiles(128, 8, 3, 2, block=128), ONE, rows=True),
-            Rule(Tiles(128, 4, 3, 2, block=128, depth=32), ONE, rows=False),
-            Rule(Tiles(128, 8, 4, 1), ONE, rows=True),
+            Rule(Tiles(128, 8, 3, 2, block=128), ONE, rows=True, least=MANY),
+            Rule(Tiles(128, 4, 3, 2, block=128, depth=32), ONE, rows=False, least=MANY),
+            Rule(Tiles(128, 8, 3, 1), ONE, rows=True),
             Rule(Tiles(128, 4, 4, 2, depth=32), ONE),
-            Rule(Tiles(128, 8, 3, 2, block=128, depth=32, as_rows=True), TWO),
+            Rule(Tiles(128, 8, 3, 2, block=128, depth=32, as_rows=True), TWO, least=MANY),
             Rule(Tiles(64, 4, 3, 2, depth=32, as_rows=True), TWO),
             *_BACKWARD_IN_BLOCKS,
             Rule(Tiles(64, 4, 2, 4)),

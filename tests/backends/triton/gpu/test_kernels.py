@@ -12,6 +12,7 @@ from checks import assert_same_state, relative_error, state_of, worst
 from gpu_checks import BUDGETS, activation, errors, layer_for
 
 from iternorm import DecorrelatedBatchNorm2d, IterNorm2d, reference
+from iternorm.backends.triton import plan, tiling
 from iternorm.whitening import dispatch
 from iternorm.whitening.settings import Settings
 
@@ -70,6 +71,26 @@ def test_output_and_gradients_against_fp64(name, shape, group_size, last, precis
 def test_groups_in_blocks_against_fp64(name, shape, group_size, last, precision, poisoned_memory):
     if last and len(shape) < 4:
         pytest.skip("channels_last has four or five dimensions")
+    dtype, setting, budget = BUDGETS[name]
+    precision(setting)
+    x = activation(shape, dtype, last)
+    found = errors(layer_for(shape, group_size=group_size), x, torch.randn_like(x))
+    assert worst(found) < budget, found
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize(
+    ("shape", "group_size"), [((5, 600, 8, 14), 512), ((5, 192, 8, 14), 192), ((5, 250, 9, 9), 125)]
+)
+@pytest.mark.parametrize("last", [False, True])
+def test_tiles_of_large_activations_against_fp64(
+    name, shape, group_size, last, precision, poisoned_memory, monkeypatch
+):
+    def tiles_for(kernel, layout, *rest):
+        return tiling.tiles_for(kernel, layout._replace(samples=2**20), *rest)
+
+    monkeypatch.setattr(plan, "tiles_for", tiles_for)
+    monkeypatch.setattr(plan, "_plans", {})
     dtype, setting, budget = BUDGETS[name]
     precision(setting)
     x = activation(shape, dtype, last)
