@@ -59,14 +59,18 @@ class Subject(NamedTuple):
     modes: tuple[str, ...] = tuple(MODES)
     variants: tuple[dict[str, Any], ...] = ({},)
 
-    def choices(self, shape: tuple[int, ...], rows: bool) -> list[Tiles]:
+    def choices(self, kernel: str, shape: tuple[int, ...], rows: bool) -> list[Tiles]:
         """The tiles to compile for an activation, with one program to a multiprocessor each."""
         padded = padded_size(shape[1])
-        return [
+        found = [
             Tiles(samples, warps, stages, 1)._replace(**variant)
             for variant, (samples, warps), stages in itertools.product(self.variants, self.blocks, STAGES)
-            if padded % variant.get("block", BLOCK) == 0 and not (rows and variant.get("as_rows"))
+            if padded % variant.get("block", BLOCK) == 0
         ]
+        if kernel.endswith("moments"):
+            # Only maps know the rest.
+            found = dict.fromkeys(tiles._replace(depth=BLOCK, as_rows=False) for tiles in found)
+        return [tiles for tiles in found if not (rows and tiles.as_rows)]
 
 
 def of_layer(x: torch.Tensor, relu: bool = False, size: int = 64) -> Calls:
@@ -246,7 +250,7 @@ def compile_share(arguments: tuple[int, int, list[Subject], list[str]]) -> None:
         shapes = {(max(4, shape[0] >> 8), *shape[1:]) for shape in subject.shapes.values()}
         asked = [mode for mode in subject.modes if mode in modes]
         for shape, mode, rows, kernel in itertools.product(sorted(shapes), asked, subject.layouts, subject.kernels):
-            jobs += [(subject, shape, mode, rows, kernel, tiles) for tiles in subject.choices(shape, rows)]
+            jobs += [(subject, shape, mode, rows, kernel, tiles) for tiles in subject.choices(kernel, shape, rows)]
     for subject, shape, mode, rows, kernel, tiles in jobs[share::shares]:
         use()
         calls = passes(subject, shape, mode, rows)
@@ -287,14 +291,16 @@ def main() -> None:
     args = parser.parse_args()
     names, modes = args.subjects.split(","), args.modes.split(",")
     subjects = {name: SUBJECTS[name] for name in names}
+    kernels = {kernel for subject in subjects.values() for kernel in subject.kernels}
+    wanted = kernels if args.kernels is None else set(args.kernels.split(","))
+    if not wanted <= kernels:
+        parser.error(f"--kernels must be of {', '.join(sorted(kernels))}; got {args.kernels!r}.")
     for name, subject in subjects.items():
         if args.shape is not None:
             subject = subject._replace(shapes={"x".join(map(str, args.shape)): tuple(args.shape)})
         if args.layout is not None:
             subject = subject._replace(layouts=(args.layout == "NHWC",))
-        if args.kernels is not None:
-            asked = args.kernels.split(",")
-            subject = subject._replace(kernels={k: part for k, part in subject.kernels.items() if k in asked})
+        subject = subject._replace(kernels={k: part for k, part in subject.kernels.items() if k in wanted})
         subjects[name] = subject
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         pool.map(compile_share, [(i, args.processes, [*subjects.values()], modes) for i in range(args.processes)])
@@ -307,7 +313,8 @@ def main() -> None:
             use()
             own = {part: graph_time(warm(call)) for part, call in calls.items()}
             for kernel, part in subject.kernels.items():
-                found = timings(subject.choices(shape, rows), kernel, calls[part], 2 if shape_name == "stem" else 10)
+                choices = subject.choices(kernel, shape, rows)
+                found = timings(choices, kernel, calls[part], 2 if shape_name == "stem" else 10)
                 where: dict[str, Any] = {"subject": name, "mode": mode, "rows": rows, "shape": shape_name}
                 where |= {"kernel": kernel, "pass": part}
                 results += [{**where, "us": time, "tiles": tiles} for time, tiles in found]

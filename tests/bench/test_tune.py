@@ -50,6 +50,22 @@ def test_a_pass_runs_with_other_tiles_and_gives_the_same(name, shape, rows, prec
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
 
 
+def test_choices_are_unlike_and_vary_what_their_kernel_knows():
+    wide = tune["SUBJECTS"]["wide"]
+    for kernel, rows, blocks, depths, orders in [
+        ("moments", True, {64, 128}, {64}, {False}),
+        ("apply", True, {64, 128}, {32, 64}, {False}),
+        ("apply", False, {64, 128}, {32, 64}, {False, True}),
+    ]:
+        found = wide.choices(kernel, (2, 256, 8, 8), rows)
+        assert len(set(found)) == len(found)
+        assert {tiles.block for tiles in found} == blocks
+        assert {tiles.depth for tiles in found} == depths
+        assert {tiles.as_rows for tiles in found} == orders
+    # Blocks of 128 channels do not divide 192.
+    assert {tiles.block for tiles in wide.choices("apply", (2, 160, 8, 8), False)} == {64}
+
+
 def test_the_iteration_runs_in_other_blocks_and_gives_the_same(monkeypatch, precision):
     monkeypatch.syspath_prepend(BENCHMARKS)
     iteration = runpy.run_path(str(BENCHMARKS / "tune_iteration.py"))

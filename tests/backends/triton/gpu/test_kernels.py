@@ -54,6 +54,15 @@ def test_output_and_gradients_against_fp64(name, shape, group_size, last, precis
         assert worst(found) < budget, (num_iters, found)
 
 
+def assert_within_budget(name, shape, group_size, last, precision):
+    """Output and gradients of a layer, at the budget of this name."""
+    dtype, setting, budget = BUDGETS[name]
+    precision(setting)
+    x = activation(shape, dtype, last)
+    found = errors(layer_for(shape, group_size=group_size), x, torch.randn_like(x))
+    assert worst(found) < budget, found
+
+
 @pytest.mark.parametrize("name", BUDGETS)
 @pytest.mark.parametrize(
     ("shape", "group_size"),
@@ -71,11 +80,7 @@ def test_output_and_gradients_against_fp64(name, shape, group_size, last, precis
 def test_groups_in_blocks_against_fp64(name, shape, group_size, last, precision, poisoned_memory):
     if last and len(shape) < 4:
         pytest.skip("channels_last has four or five dimensions")
-    dtype, setting, budget = BUDGETS[name]
-    precision(setting)
-    x = activation(shape, dtype, last)
-    found = errors(layer_for(shape, group_size=group_size), x, torch.randn_like(x))
-    assert worst(found) < budget, found
+    assert_within_budget(name, shape, group_size, last, precision)
 
 
 @pytest.mark.parametrize("name", BUDGETS)
@@ -91,11 +96,7 @@ def test_tiles_of_large_activations_against_fp64(
 
     monkeypatch.setattr(plan, "tiles_for", tiles_for)
     monkeypatch.setattr(plan, "_plans", {})
-    dtype, setting, budget = BUDGETS[name]
-    precision(setting)
-    x = activation(shape, dtype, last)
-    found = errors(layer_for(shape, group_size=group_size), x, torch.randn_like(x))
-    assert worst(found) < budget, found
+    assert_within_budget(name, shape, group_size, last, precision)
 
 
 @pytest.mark.parametrize("name", BUDGETS)

@@ -134,7 +134,7 @@ def test_the_gradient_of_deviations_near_the_end_of_the_range():
     assert relative_error(2.0**58 * values.grad, 2.0**58 * exact.grad) < 2e-6
 
 
-# Of 230 channels and a last group of 30, in blocks of 64 or 128. One item's 72 positions do not fill two tiles.
+# Groups of 230 channels and of 30, which fill no block of 64 or 128, and 240 samples, which do not fill their tiles.
 @pytest.mark.parametrize(
     ("variant", "last"),
     [

@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     EVEN: bool  # every group fills its tile: no channel is masked
     STAGES: int  # of the loop that loads tiles
     LONG: bool = False  # sums are of so many samples that the tensor cores' truncation matters, see `outer_product`
-    PLANES: bool = False  # and yet memory is contiguous
+    PLANES: bool = False  # memory is contiguous, though a sample is a row of a tile
     DEPTH: int = 0  # channels that a map of a wide group multiplies at a time
     SHARED: int = 0  # channels of each group where several share the tile, whose D channels are then all of theirs
     # Where each item of a batch is whitened by itself, see `device/items/tiles.py`.
