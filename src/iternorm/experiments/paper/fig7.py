@@ -5,8 +5,8 @@ Reproduces: the paper's Figure 7, in the basic configuration of Figure 6: (a) T 
 Claim: the fewest (T=0) and the most (T=7) iterations both learn less efficiently than those between, and T=7 has a
 significantly worse test performance; IterNorm is not sensitive to a large group size, in training and in testing.
 Command: iternorm run fig7 --device cuda && iternorm plot fig7
-Cost: 27 runs on a GPU, 6 of them Figure 6's; of two side by side on an H200 each takes 2.3 s an epoch (groups of 256),
-and half a minute before that to compile kernels.
+Cost: 27 runs on a GPU, 6 of them Figure 6's; on an H200 one takes 3.6 minutes alone (groups of 256), two side by side
+take 6.2, and the first needs half a minute more to compile kernels.
 The paper got: curves without numbers.
 Departures: those of Figure 6. 160 epochs for the groups too, as the paper says; its scripts have 200.
 """

@@ -5,8 +5,8 @@ decay 5e-4, learning rate 0.1 divided by 5 after 60, 120 and 160 of 200 epochs, 
 of 64.
 Claim: Wide ResNets with IterNorm train faster and generalize better than those with BN.
 Command: iternorm run fig8 --device cuda && iternorm plot fig8
-Cost: 7 hours on one H200 for 5 seeds: a run of WRN-28-10 takes 18 minutes with IterNorm, estimated 16 with BN, and one
-of WRN-40-10 an estimated 25.
+Cost: 7 hours on one H200 for 5 seeds: a run of WRN-28-10 takes 18 minutes with IterNorm and 16 with BN and --compile;
+one of WRN-40-10 takes an estimated 25.
 The paper got: curves; their last test errors are those of Table 1.
 Departures: bf16 autocast and channels_last (the paper: fp32). Convolutions are initialized by He's rule, as in the code
 of Zagoruyko and Komodakis, whose setup the paper names; the authors' published script leaves Torch's own
