@@ -84,7 +84,8 @@ def test_the_test_set_is_as_large_as_the_result_says():
 def test_numbers_are_drawn_and_told_in_words():
     from matplotlib.figure import Figure
 
-    axes = Figure().subplots()
+    figure = Figure(layout="constrained")
+    axes = figure.subplots()
     rows = {
         "both": Comparison("", "3.56 ± 0.12", (3.4, 3.6)),
         "paper": Comparison("", "29.76", ()),
@@ -92,7 +93,8 @@ def test_numbers_are_drawn_and_told_in_words():
         "some": Comparison("", "3.0", (3.1,), note="1 of 2 runs diverged"),
     }
     outcomes.draw_numbers(axes, rows, ["BN", "DBN-16", "DBN-16", "IterNorm T=5"])
-    outcomes.label_numbers(axes)
+    outcomes.label_numbers(figure)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["the paper", "ours, in the norm's colour"]
     texts = [text.get_text() for text in axes.texts]
     assert [" ".join(text.split()) for text in texts] == [
         "paper 3.56 ± 0.12 ours 3.50 ± 0.14 (2 seeds)",

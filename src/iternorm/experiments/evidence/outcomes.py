@@ -13,6 +13,7 @@ from iternorm.experiments.jobs.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 # Test examples of the data sets, where a result does not say.
@@ -147,8 +148,11 @@ def draw_numbers(axes: "Axes", rows: Mapping[str, Comparison], norms: Sequence[s
     axes.set_xlabel("test error (%)")
 
 
-def label_numbers(axes: "Axes") -> None:
-    """A legend for `draw_numbers`."""
-    axes.plot([], [], "D", color=palette.PAPER, markerfacecolor="white", markersize=5, label="the paper")
-    axes.plot([], [], "o", color=palette.OURS, markersize=5, label="ours, in the norm's colour")
-    axes.legend(fontsize=8, loc="best")
+def label_numbers(figure: "Figure") -> None:
+    """A legend for `draw_numbers`, below the panels: numbers and their errors may lie anywhere inside."""
+    from matplotlib.lines import Line2D
+
+    style: dict[str, Any] = {"linestyle": "", "markersize": 5}
+    paper = Line2D([], [], marker="D", color=palette.PAPER, markerfacecolor="white", label="the paper", **style)
+    ours = Line2D([], [], marker="o", color=palette.OURS, label="ours, in the norm's colour", **style)
+    figure.legend(handles=[paper, ours], fontsize=8, loc="outside lower center", ncols=2)

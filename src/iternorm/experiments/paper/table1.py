@@ -53,12 +53,12 @@ def plot(results: Sequence[Result]) -> "Figure":
     """A panel for each network: the paper's number and ours."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 2.6), layout="constrained")
+    figure = Figure(figsize=(10, 2.9), layout="constrained")
     panels = figure.subplots(1, 2)
     for axes, model in zip(panels, MODELS, strict=True):
         outcomes.draw_numbers(axes, {NAMES[norm]: _compare_one(results, model, norm) for norm in NORMS}, NORMS)
         axes.set_title(f"{title(model)}, CIFAR-10")
-    outcomes.label_numbers(panels[0])
+    outcomes.label_numbers(figure)
     return figure
 
 

@@ -56,7 +56,7 @@ def plot(results: Sequence[Result]) -> "Figure":
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     panels = figure.subplots(1, 2)
     resnet_imagenet.draw(panels, results, MODEL, PAPER)
-    outcomes.label_numbers(panels[0])
+    outcomes.label_numbers(figure)
     return figure
 
 

@@ -48,7 +48,7 @@ def plot(results: Sequence[Result]) -> "Figure":
     panels = figure.subplots(2, 2)
     for line, (model, numbers) in zip(panels, PAPER.items(), strict=True):
         resnet_imagenet.draw(line, results, model, numbers)
-    outcomes.label_numbers(panels[0][0])
+    outcomes.label_numbers(figure)
     return figure
 
 
