@@ -16,6 +16,7 @@ from iternorm.experiments.jobs import registry
 from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast, Verdict
 from iternorm.experiments.jobs.registry import Experiment, State
 from iternorm.experiments.jobs.results import Result
+from iternorm.experiments.jobs.stopwatch import duration
 from iternorm.report.files import write_text_atomically
 
 _TITLE = "The paper's figures and tables, reproduced"
@@ -280,16 +281,3 @@ def _data(finished: Iterable[Result]) -> list[Block]:
         if (data := result.provenance.get("data"))
     }
     return [f"**Data:** {'; '.join(sorted(records))}."] if records else []
-
-
-def duration(seconds: float) -> str:
-    """A length of time, for reading.
-
-    Example:
-        >>> duration(0.42), duration(75), duration(7380)
-        ('0.4 s', '1 min 15 s', '2 h 3 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,16 +1,20 @@
-"""A sweep on the terminal: a bar for every running job, a line for every job that ended, and a summary."""
+"""A sweep on the screen: how far every running job is, a line for every job that ended, and a summary."""
 
+import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from iternorm.experiments.jobs.stopwatch import duration
 from iternorm.experiments.jobs.sweep import Job, Outcome
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+# How often a log gets a line for a running job.
+LINE_SECONDS = 30.0
 # What a user can do something about, without reading a stack.
 _USER_ERRORS = (ValueError, OSError, ModuleNotFoundError)
 
@@ -42,6 +46,34 @@ class Bars:
         self._progress.update(self._all, advance=1)
 
 
+class Lines:
+    """Progress in a log, where there is no terminal for bars: a line for each running job every half minute."""
+
+    def __init__(self, output: "Console") -> None:
+        self._output = output
+        # Of each running job: when it was first seen, how far it was then, when it last had a line.
+        self._seen: dict[tuple[str, str], tuple[float, int, float]] = {}
+
+    def step(self, experiment: str, job: str, done: int, total: int, values: dict[str, Any]) -> None:
+        """Note how far a job is."""
+        now, key = time.monotonic(), (experiment, job)
+        begun, first, last = self._seen.setdefault(key, (now, done, now))
+        if now - last < LINE_SECONDS:
+            return
+        self._seen[key] = begun, first, now
+        words = [f"{experiment} {job}: {done} of {total}"]
+        if values:
+            words.append(describe(values))
+        # A resumed job does not begin at nought.
+        if done > first:
+            words.append(f"{duration((total - done) * (now - begun) / (done - first))} left")
+        self._output.print(", ".join(words), highlight=False, markup=False, soft_wrap=True)
+
+    def ended(self, outcome: Outcome) -> None:
+        """Note that a job is over."""
+        self._seen.pop((outcome.experiment.id, outcome.config["job"]), None)
+
+
 def describe(values: Mapping[str, Any]) -> str:
     """The values of a step, for reading.
 
@@ -58,14 +90,20 @@ def describe(values: Mapping[str, Any]) -> str:
 
 
 def show(
-    outcomes: Iterator[Outcome], jobs: Sequence[Job], bars: Bars, output: "Console", errors: "Console", *, stop: bool
+    outcomes: Iterator[Outcome],
+    jobs: Sequence[Job],
+    bars: Bars | Lines,
+    output: "Console",
+    errors: "Console",
+    *,
+    stop: bool,
 ) -> None:
     """Print each outcome as it comes, and how many of each kind there were.
 
     Args:
         outcomes: The sweep.
         jobs: All that were chosen.
-        bars: The bars on the screen.
+        bars: How far each job is, on the screen or in a log.
         output: For results.
         errors: For warnings and failures.
         stop: Raise a job's error at once.
