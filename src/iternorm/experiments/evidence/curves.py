@@ -118,14 +118,12 @@ def note_missing(axes: "Axes", names: Sequence[str]) -> None:
 
 
 def limit_errors(axes: "Axes", runs: Iterable[Result], quantile: float = 0.9) -> None:
-    """Limit the error axis to where the curves begin, so that their ends can be distinguished."""
-    heights = sorted(
-        row[name]
-        for run in runs
-        for row in run.rows
-        for name in ("train_error", "test_error")
-        if row.get(name) is not None
-    )
-    if heights and heights[-1] > 0:
-        top = heights[min(len(heights) - 1, int(quantile * len(heights)))]
-        axes.set_ylim(0, 1.15 * top if top > 0 else heights[-1])
+    """Limit the error axis to nine tenths of each curve, so that their ends can be distinguished."""
+    tops, most = [], 0.0
+    for run in runs:
+        for name in ("train_error", "test_error"):
+            if heights := sorted(row[name] for row in run.rows if row.get(name) is not None):
+                tops.append(heights[min(len(heights) - 1, int(quantile * len(heights)))])
+                most = max(most, heights[-1])
+    if most > 0:
+        axes.set_ylim(0, 1.15 * max(tops) or most)

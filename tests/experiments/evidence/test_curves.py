@@ -1,0 +1,32 @@
+"""Curves of training runs, drawn."""
+
+import pytest
+from matplotlib.figure import Figure
+
+from iternorm.experiments.evidence import curves
+from iternorm.experiments.jobs.results import Result
+
+
+def run(train, test):
+    rows = [{"train_error": a, "test_error": b} for a, b in zip(train, test, strict=True)]
+    return Result("x", {"job": "a"}, rows, 1.0, {})
+
+
+def test_the_axis_of_errors_reaches_over_nine_tenths_of_each_curve():
+    good, bad = run([90] + [5] * 19, [90] + [8] * 19), run([90] + [4] * 19, [90] + [40] * 3 + [7] * 16)
+    axes = Figure().subplots()
+    # Of the good run alone the ends; a run that is bad for a while is not cut off because others are good.
+    curves.limit_errors(axes, [good])
+    assert axes.get_ylim() == (0, pytest.approx(1.15 * 8))
+    curves.limit_errors(axes, [good, good, good, bad])
+    assert axes.get_ylim() == (0, pytest.approx(1.15 * 40))
+
+
+def test_the_axis_of_errors_of_runs_without_errors():
+    axes = Figure().subplots()
+    before = axes.get_ylim()
+    curves.limit_errors(axes, [run([None], [None]), run([0.0], [0.0])])
+    assert axes.get_ylim() == before
+    # All of it, where nine tenths are nought.
+    curves.limit_errors(axes, [run([50] + [0] * 19, [0] * 20)])
+    assert axes.get_ylim() == (0, 50)
