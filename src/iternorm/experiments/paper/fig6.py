@@ -11,14 +11,16 @@ configuration is --only basic --seeds 1.
 The paper got: IterNorm reduces the test error of BN by 0.79, 0.53, 1.11 and 0.75 points in the four configurations,
 that of DBN by 0.22, 0.37, 1.05 and 0.58; otherwise curves without numbers.
 Departures: matrix products in TF32, images in channels_last. Where the paper is silent its Lua code is followed:
-momentum 0.9 without Nesterov, no weight decay, reflection-padded crops, the last mini-batch of an epoch, which is
-smaller, dropped, an eps of 1e-3 for BN beside IterNorm's 1e-5; DBN's eps is 1e-3 (there 1e-5), with which its whitening
-is stable. Convolutions have torch's default initialization, which is Torch's, and the last linear layer a deviation of
-0.01. With batches of 16 the learning rate is 0.0125, which the paper's search names; its scripts have 0.1. The running
-averages for the test have a momentum of 0.1, for which the paper gives no value. The error is that of the last epoch;
-the paper does not say which epoch's it compares. On a GPU DBN's matrices come from Newton's iteration run to
-convergence, not from an eigendecomposition. The momentum goes on when the rate drops (the Lua code clears it). In the
-basic configuration IterNorm in groups of 64 is shown too.
+momentum 0.9 without Nesterov, no weight decay, crops of images padded by reflection, the last mini-batch of an epoch,
+which is smaller, dropped, Torch's initialization of convolutions, which is torch's, an eps of 1e-3 for BN beside
+IterNorm's 1e-5. Otherwise than there: crops and flips are drawn for each image (there one crop for a whole mini-batch,
+of which half is flipped); BN's scales start at 1, as IterNorm's (there at random in [0, 1]); the weights of the last
+linear layer have a deviation of 0.01 (there 0.026); DBN's eps is 1e-3, with which its whitening is stable (there 1e-5);
+the rate drops after 60 and 120 epochs, as the paper says (there after 59 and 119), and the momentum goes on (there it
+is cleared). With batches of 16 the learning rate is 0.0125, which the paper's search names; its scripts have 0.1. The
+running averages for the test have a momentum of 0.1, for which the paper gives no value. The error is that of the last
+epoch; the paper does not say which epoch's it compares. On a GPU DBN's matrices come from Newton's iteration run to
+convergence, not from an eigendecomposition. In the basic configuration IterNorm in groups of 64 is shown too.
 """
 
 from collections.abc import Sequence

@@ -11,11 +11,13 @@ The paper got: curves; their last test errors are those of Table 1.
 Departures: bf16 autocast and channels_last (the paper: fp32). Convolutions are initialized by He's rule, as in the code
 of Zagoruyko and Komodakis, whose setup the paper names; the authors' published script leaves Torch's own
 initialization. Scales of all norms start at 1, where Torch starts those of BN at random in [0, 1]. The momentum is kept
-when the learning rate drops; the authors' script clears it. From that script, where the paper is silent: one more
-IterNorm right after the first convolution, reflection-padded crops, the last mini-batch dropped. Of 160 channels groups
-of 64 leave a smaller last one, 64, 64 and 32, as in that script; the authors' later PyTorch code takes five groups of
-32. The running averages for the test have a momentum of 0.1. The training error is that of the batches as they were
-trained on, dropout and augmentation included; the paper does not say.
+when the learning rate drops, after 60, 120 and 160 epochs as the paper says; the authors' script clears it, and drops
+one epoch earlier. Crops and flips are drawn for each image; that script has one crop for a whole mini-batch, of which
+it flips half. From that script, where the paper is silent: one more IterNorm right after the first convolution,
+reflection-padded crops, the last mini-batch dropped. Of 160 channels groups of 64 leave a smaller last one, 64, 64 and
+32, as in that script; the authors' later PyTorch code takes five groups of 32. The running averages for the test have a
+momentum of 0.1. The training error is that of the batches as they were trained on, dropout and augmentation included;
+the paper does not say.
 """
 
 from collections.abc import Sequence

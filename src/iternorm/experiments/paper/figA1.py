@@ -3,7 +3,7 @@
 Reproduces: the paper's Figure A1, with the setup of Figure 3 (a): T in 1, 3, 5, 7, 9, BN and DBN.
 Claim: the fewest (T=1) and the most (T=9) iterations both learn less efficiently than those between; with T=9
 IterNorm's test performance is significantly worse.
-Command: iternorm run figA1 --seeds 3 --device cuda && iternorm plot figA1
+Command: iternorm run figA1 --device cuda && iternorm plot figA1
 Cost: 35 runs for each seed, 15 of them Figure 3's, 5 minutes on a GPU.
 The paper got: curves without numbers.
 Departures: those of Figure 3.

@@ -12,11 +12,13 @@ The paper got: top-1 / top-5, in %: baseline (BN) 29.76 / 10.39, DBN-L1 29.50 / 
 IterNorm-Full 29.30 / 10.21, IterNorm-L1 + DF 28.86 / 10.08; quoted with 90 epochs: BN 30.43 / 10.76, DBN-L1 29.87 /
 10.36.
 Departures: bf16 autocast and channels_last (the paper: fp32). IterNorm-Full replaces the norms of the shortcuts too;
-its script was not published. Images are scaled by Pillow's bicubic filter, which smooths; the authors' does not. From
-the authors' scripts, where the paper is silent: random sized crops, flips, colour jitter of 0.4 and lighting noise,
-Nesterov momentum, He's initialization by fan-out, scale and shift in the norm before the linear layer, the last
-mini-batch dropped. The running averages for the validation have a momentum of 0.1. DBN has groups of 16 and eps 1e-5.
-The error is that of the last epoch; the paper does not say which epoch's it prints.
+its script was not published. Images are scaled by Pillow's bicubic filter, which smooths; the authors' does not. The
+last mini-batch of an epoch, which is smaller, is dropped; the authors' scripts keep it. From these scripts, where the
+paper is silent: random sized crops, flips, colour jitter of 0.4 and lighting noise, Nesterov momentum, He's
+initialization by fan-out, scale and shift in the norm before the linear layer. The running averages for the validation
+have a momentum of 0.1. DBN has groups of 16 and eps 1e-5; on a GPU its matrices come from Newton's iteration run to
+convergence, not from an eigendecomposition. The error is that of the last epoch; the paper does not say which epoch's
+it prints.
 """
 
 from collections.abc import Sequence
