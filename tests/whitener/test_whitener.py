@@ -307,6 +307,19 @@ def test_a_few_steps_of_half_precision_are_not_constant(solver, dtype):
     assert Whitener(solver).fit(x).n_components_ == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_keeps_the_directions_that_vary(dtype):
+    x = torch.randn(5000, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 0.7, 0.45, 0.1])
+    x = torch.cat([x, x[:, :1] + x[:, 1:2]], 1).to(dtype)
+    # The last feature depends on two others but for its roundings.
+    assert Whitener().fit(x).n_components_ == 4
+    assert Whitener("cholesky").fit(x[:, :4]).n_components_ == 4
+    with pytest.raises(ValueError, match="some features depend on others"):
+        Whitener("cholesky").fit(x)
+    # A batch of half precision among others does not drop what these vary in.
+    assert Whitener().partial_fit(x[:, :4].double()).partial_fit(x[:8, :4]).n_components_ == 4
+
+
 def test_dependent_features_are_refused_by_cholesky():
     x = data()
     x = torch.cat([x, x[:, :1] - x[:, 1:2]], 1)

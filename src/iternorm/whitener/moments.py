@@ -21,7 +21,7 @@ class Moments(NamedTuple):
         num_samples: How many samples.
         mean: ``[d]``, fp64.
         covariance: ``[d, d]``, fp64, biased.
-        resolution: The rounding of the coarsest dtype that the samples had, `torch.finfo(dtype).eps`.
+        resolution: `resolution_of` the coarsest dtype that the samples had.
     """
 
     num_samples: int
@@ -31,6 +31,15 @@ class Moments(NamedTuple):
 
     def to(self, device: torch.device | str) -> "Moments":
         return self._replace(mean=self.mean.to(device), covariance=self.covariance.to(device))
+
+
+def resolution_of(dtype: torch.dtype) -> float:
+    """The share of the largest variance that roundings make of samples of a dtype.
+
+    Half precision is summed in fp32; the samples' own roundings are independent, so they count squared.
+    """
+    own = torch.finfo(dtype).eps
+    return own if dtype in (torch.float32, torch.float64) else max(own**2, torch.finfo(torch.float32).eps)
 
 
 class Stream:
@@ -48,7 +57,7 @@ class Stream:
 
     def add(self, samples: Tensor) -> None:
         self._batches.add(samples)
-        self._resolution = max(self._resolution, torch.finfo(samples.dtype).eps)
+        self._resolution = max(self._resolution, resolution_of(samples.dtype))
 
     def moments(self) -> tuple[Moments | None, int]:
         """Those of the batches that are finite, and how many samples the others had. No batch may be added after it."""
@@ -95,7 +104,7 @@ def _in_torch(samples: Tensor) -> Moments:
         # A mean that fp32 has rounded is off by more of a deviation than the samples' own roundings, which average out.
         total = sum(block.double().sum(0) for block in samples.split(_BLOCK))
         mean = torch.as_tensor(total) / len(samples)
-    return Moments(len(samples), mean, covariance, torch.finfo(samples.dtype).eps)
+    return Moments(len(samples), mean, covariance, resolution_of(samples.dtype))
 
 
 def not_finite(left_out: int = 0) -> ValueError:
