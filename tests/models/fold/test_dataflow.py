@@ -9,7 +9,7 @@ import torch
 from foldable import check, settled
 from third_party import BatchNormAct2d
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 
 from iternorm import (
@@ -59,6 +59,49 @@ def test_a_neighbour_that_is_not_the_norms_alone_is_left_as_it_is(name):
     assert torch.equal(folded.conv.weight, model.conv.weight)
     assert torch.equal(folded.last.weight, model.last.weight)
     assert table[0].into == ""
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_whitening"])
+def test_a_norm_whose_tensors_the_model_reads_is_kept(name):
+    torch.manual_seed(0)
+    model = settled(Wired(lambda m, x: m.norm(m.conv(x)).relu() + getattr(m.norm, name).sum()))
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    for example in (None, x):
+        folded, table = fold(model, example)
+        torch.testing.assert_close(folded(x), model(x), rtol=1e-10, atol=1e-10)
+        assert table[0].how == "kept"
+        assert "reads its parameters or buffers" in table[0].reason
+
+
+def test_a_weight_of_two_norms_is_not_read():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = IterNorm2d(4), IterNorm2d(4)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(self.first(x).relu())
+
+    check(settled(Two()), torch.randn(2, 4, 5, 5, dtype=torch.float64), ["pointwise", "pointwise"])
+
+
+@pytest.mark.parametrize("make", [lambda norm: prune.l1_unstructured(norm, "weight", 2), nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_weight_that_is_computed_at_each_call(make):
+    model = settled(Wired(lambda m, x: m.norm(m.conv(x)).relu()))
+    make(model.norm)
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    with torch.no_grad():
+        # What it is computed from changes after the last call.
+        model(x)
+        next(p for name, p in model.norm.named_parameters() if name.startswith("weight_")).mul_(3)
+        names = list(dict(model.norm.named_parameters()))
+        check(model, x, ["previous"])
+    assert list(dict(model.norm.named_parameters())) == names
+    model(x)
+    with pytest.raises(ValueError, match=r"run it once under torch.no_grad\(\), or make the weights permanent"):
+        fold(model)
 
 
 def test_a_dropout_that_still_drops_is_not_passed():

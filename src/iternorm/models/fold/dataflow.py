@@ -39,7 +39,8 @@ class Flow:
     """The neighbours of each whitening layer that is called once, and dimensions and dtype of its input where known.
 
     `previous` is a linear map called once, whose output goes into the whitening layer and nowhere else; `following` is
-    one called once, that alone takes the whitening layer's output. `added_to` are layers called with a residual.
+    one called once, that alone takes the whitening layer's output. `added_to` are layers called with a residual, `read`
+    those whose parameters or buffers the model's own code reads.
     """
 
     previous: dict[nn.Module, nn.Module] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class Flow:
     dimensions: dict[nn.Module, set[int]] = field(default_factory=lambda: defaultdict(set))
     dtypes: dict[nn.Module, set[torch.dtype]] = field(default_factory=lambda: defaultdict(set))
     added_to: set[nn.Module] = field(default_factory=set)
+    read: set[nn.Module] = field(default_factory=set)
 
 
 def is_linear_map(layer: Any) -> bool:
@@ -79,12 +81,10 @@ def traced(model: nn.Module) -> Flow:
         ) from error
     layers = dict(model.named_modules(remove_duplicate=False))
     called = {node: layers[str(node.target)] for node in graph.nodes if node.op == "call_module"}
-    # A parameter that the model's code reads directly must keep its value.
-    read = {
-        layers[str(n.target).rpartition(".")[0]] for n in graph.nodes if n.op == "get_attr" and "." in str(n.target)
-    }
+    # What the model's code reads directly must keep its value.
+    read = {layer for value, owners in _owners(model).items() if value in tracer.looked_at for layer in owners}
     once = _called_once(called.values(), model) - read
-    flow = Flow()
+    flow = Flow(read=read)
     for node, norm in called.items():
         if not isinstance(norm, WhiteningNorm):
             continue
@@ -159,15 +159,38 @@ def _called_once(calls: Iterable[nn.Module], model: nn.Module) -> set[nn.Module]
     }
 
 
+def _owners(model: nn.Module) -> dict[int, set[nn.Module]]:
+    """The layers that have each parameter and buffer, by its address."""
+    found: dict[int, set[nn.Module]] = defaultdict(set)
+    for layer in model.modules():
+        for value in (*layer._parameters.values(), *layer._buffers.values()):
+            if value is not None:
+                found[id(value)].add(layer)
+    return found
+
+
 def has_hooks(layer: nn.Module) -> bool:
     """Whether hooks see, or change, what goes through the layer."""
     return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
 class _Tracer(fx.Tracer):
-    """Keeps whitening layers whole, gives the model its required arguments only, and knows where it is."""
+    """Keeps whitening layers whole, gives the model its required arguments only, and knows where it is.
+
+    It also notes what the model's code looks at.
+    """
 
     innermost = "its own forward"
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Parameters and buffers, by their addresses.
+        self.looked_at: set[int] = set()
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if isinstance(attr_val, Tensor):
+            self.looked_at.add(id(attr_val))
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, (WhiteningNorm, *LINEAR_MAPS)) or super().is_leaf_module(m, module_qualified_name)
@@ -254,10 +277,11 @@ class _Recorder(TorchDispatchMode):
 
     def flow(self, model: nn.Module, outputs: Any) -> Flow:
         self.use(outputs)
-        once = _called_once((layer for layer, _, _ in self.calls), model)
-        once = {layer for layer in once if all(self.users[id(p)] <= {layer} for p in layer.parameters(recurse=False))}
+        used_elsewhere = (owners for value, owners in _owners(model).items() if not self.users[value] <= owners)
+        read = {layer for owners in used_elsewhere for layer in owners}
+        once = _called_once((layer for layer, _, _ in self.calls), model) - read
         maker = {id(output): layer for layer, _, output in reversed(self.calls)}
-        flow = Flow(added_to=self.added_to, dtypes=self.dtypes)
+        flow = Flow(added_to=self.added_to, dtypes=self.dtypes, read=read)
         for layer, source, output in self.calls:
             if isinstance(layer, WhiteningNorm) and isinstance(source, Tensor):
                 flow.dimensions[layer].add(source.ndim)

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import prune, remove_weight_norm
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
 from iternorm.layers.base import WhiteningNorm
 from iternorm.layers.norms import _Rank2d, _Rank3d
@@ -45,7 +48,8 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
     layer before it ("previous"), into the unpadded convolution or linear layer after it ("next"), or becomes one
     grouped 1x1 convolution or linear map ("pointwise"). The last happens if there is a ReLU or an addition in between,
     or if a neighbour is used more than once, shares its weights, is parametrized, or has a hook. `nn.Identity` replaces
-    a folded layer. Layers that whiten each sample on its own have no fixed map and stay ("kept").
+    a folded layer. Layers that whiten each sample on its own have no fixed map and stay ("kept"), and so do those whose
+    parameters or buffers the model's own code reads.
 
     Neighbours are found by tracing with torch.fx. For models that torch.fx cannot trace, give `example_inputs`: then
     they are found by following one run of the model, and the result holds for the path that this run took. Without
@@ -90,7 +94,7 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
             raise ValueError(f"{name or 'the model'} is on the meta device and has no values to fold; load them first")
     if max_growth < 1:
         raise ValueError(f"max_growth={max_growth} must be at least 1; 2 is the default, infinity folds always")
-    model = copy.deepcopy(model)
+    model = _copied(model)
     junctions.separate(model)
     table = FoldTable()
     model = _fold_decorrelated(model, table)
@@ -103,6 +107,27 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
     table += [Folded(name, "kept", "", "it whitens each sample by itself: no fixed map") for name in kept]
     table.sort(key=lambda row: order[row.name])
     return model, table
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy, whose whitening layers have plain weights where pruning or weight norm computes them at each call."""
+    try:
+        model = copy.deepcopy(model)
+    except RuntimeError as error:
+        if "deepcopy protocol" not in str(error):
+            raise
+        raise ValueError(
+            "the model cannot be copied while it holds a tensor with a gradient's history, as pruning and weight norm "
+            "leave in a layer: run it once under torch.no_grad(), or make the weights permanent "
+            "(torch.nn.utils.prune.remove, torch.nn.utils.remove_weight_norm)"
+        ) from error
+    for norm in [layer for layer in model.modules() if isinstance(layer, WhiteningNorm)]:
+        for hook in list(norm._forward_pre_hooks.values()):
+            if isinstance(hook, BasePruningMethod):
+                prune.remove(norm, hook._tensor_name)
+            elif isinstance(hook, WeightNorm):
+                remove_weight_norm(norm, hook.name)
+    return model
 
 
 def _arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -141,6 +166,9 @@ def _fold_all(model: nn.Module, flow: dataflow.Flow, max_growth: float, table: F
     # What a neighbour has become: it may have a norm on either side.
     current: dict[nn.Module, nn.Module] = {}
     for norm in [layer for layer in names if isinstance(layer, WhiteningNorm)]:
+        if norm in flow.read:
+            table.append(Folded(names[norm], "kept", "", "the model's own code reads its parameters or buffers"))
+            continue
         matrix, _ = fold_layers.eval_map(norm)
         reasons, place = [], None
         for how, neighbour in (("previous", flow.previous.get(norm)), ("next", flow.following.get(norm))):
