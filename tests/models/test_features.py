@@ -51,3 +51,21 @@ def test_decorrelated_features_are_the_last_dimension():
     assert type(decorrelate_features(wrapped, name="0").get_submodule("0")) is iternorm.DecorrelatedLinear
     with pytest.raises(ValueError, match=r"name='head' is no nn.Linear of this model; it has '0'"):
         decorrelate_features(nn.Sequential(nn.Linear(2, 2)), name="head")
+
+
+def test_a_linear_layer_whose_weight_torch_reads_is_refused():
+    # Its eval reads the weights of its linear layers and calls neither.
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    model = nn.Sequential(encoder, nn.Linear(8, 3))
+    for name, given in ((None, encoder), ("0.layers.1.linear1", model)):
+        before = str(given)
+        with pytest.raises(ValueError, match=r"belongs to an nn.TransformerEncoderLayer.*name of another linear layer"):
+            decorrelate_features(given, name=name)
+        assert str(given) == before
+    decorrelate_features(model)
+    x = torch.randn(64, 5, 8)
+    model(x)
+    model.eval()
+    with torch.no_grad():
+        whitened = model(x)
+    torch.testing.assert_close(model(x), whitened)

@@ -40,7 +40,8 @@ def decorrelate_features(
 
     Args:
         model: a model with an `nn.Linear`.
-        name: of the linear layer; None is the last one in the order of `model.named_modules()`.
+        name: of the linear layer; None is the last one in the order of `model.named_modules()`. One of an
+            `nn.TransformerEncoderLayer` is refused: torch reads its weight in eval and does not call it.
         group_size: channels whitened together; None is all of them.
         num_iters: the paper's T.
         affine: a scale and a shift between the two; the linear layer can express both, so there is none by default.
@@ -68,7 +69,14 @@ def decorrelate_features(
         raise ValueError(
             f"name={name!r} is no nn.Linear of this model; it has {', '.join(map(repr, linears)) or 'none'}"
         )
-    linear = linears[next(reversed(linears)) if name is None else name]
+    chosen = next(reversed(linears)) if name is None else name
+    parent = model.get_submodule(chosen.rpartition(".")[0])
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        raise ValueError(
+            f"{chosen!r} belongs to an nn.TransformerEncoderLayer, which in eval reads its weight and does not call "
+            "it, so its input would not be whitened; give the name of another linear layer. Nothing was changed"
+        )
+    linear = linears[chosen]
     options: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
     like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
     norm = IterNorm1d(linear.in_features, affine=affine, **like, **options)
