@@ -66,7 +66,13 @@ def test_an_input_that_is_not_floating_point_is_refused(dtype):
 
 
 def test_an_attribute_spoiled_later_is_refused_and_nothing_is_changed():
-    for name, value in (("eps", -1.0), ("momentum", 2.0), ("group_size", 3), ("impl", "none")):
+    for name, value in (
+        ("eps", -1.0),
+        ("momentum", 2.0),
+        ("group_size", 3),
+        ("impl", "none"),
+        ("running", "covariance"),
+    ):
         layer = IterNorm2d(8, group_size=4)
         before = state_of(layer)
         setattr(layer, name, value)

@@ -38,6 +38,15 @@ def test_once_for_each_layer_however_many_batches_come():
             layer(torch.randn(size, 32, 2, 2))
 
 
+def test_one_value_is_an_error_without_a_warning():
+    layer = IterNorm1d(64)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        layer(torch.randn(1, 64))
+    # Which is still to come.
+    with pytest.warns(SmallBatchWarning):
+        layer(torch.randn(2, 64))
+
+
 def test_layers_that_know_only_their_batch_statistics_warn_in_eval():
     layer = IterNorm1d(64, track_running_stats=False).eval()
     with pytest.warns(SmallBatchWarning):

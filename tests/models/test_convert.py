@@ -40,6 +40,13 @@ class BatchNormInEval(nn.BatchNorm2d):
         return super().train(False)
 
 
+class BatchNormOfAnyRank(nn.BatchNorm2d):
+    """Takes batches of vectors too."""
+
+    def _check_input_dim(self, input):
+        pass
+
+
 class BatchNormNamed(nn.BatchNorm2d):
     """A subclass that only adds attributes."""
 
@@ -251,6 +258,7 @@ def test_what_cannot_be_converted_is_named():
             "halved": BatchNormHalved(4),
             "masked": BatchNormMasked(4),
             "in eval": BatchNormInEval(4),
+            "any rank": BatchNormOfAnyRank(4),
             "parametrized": parametrized,
             "eps": nn.BatchNorm2d(4, eps=-1.0),
             "plain": nn.BatchNorm2d(4),
@@ -258,13 +266,14 @@ def test_what_cannot_be_converted_is_named():
     )
     old = dict(model.items())
     report = ConversionReport()
-    with pytest.warns(UserWarning, match=r"6 layer\(s\) were not converted") as caught:
+    with pytest.warns(UserWarning, match=r"7 layer\(s\) were not converted") as caught:
         convert_batchnorm(model, report=report)
     for name, word in (
         ("lazy", "run one batch first"),
         ("halved", "forward"),
         ("masked", "forward"),
         ("in eval", "train"),
+        ("any rank", "_check_input_dim"),
         ("parametrized", "remove"),
         ("eps", "eps=-1"),
     ):

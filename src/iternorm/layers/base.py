@@ -266,6 +266,11 @@ class WhiteningNorm(BatchNormWithoutVariance):
                 raise ValueError(
                     f"{name} has shape {list(vector.shape)}; {self.num_features} channels need [{self.num_features}]"
                 )
+        if mean is not None and matrix is None:
+            raise ValueError(
+                f"running={self.running!r}, but this layer was built with another and keeps no running_{self.running}; "
+                f"build it with running={self.running!r}"
+            )
         if matrix is not None and matrix.shape != self._matrix_shape:
             raise ValueError(
                 f"running_{self.running} has shape {list(matrix.shape)}; {self.num_features} channels with "
@@ -274,7 +279,8 @@ class WhiteningNorm(BatchNormWithoutVariance):
 
     def _warn_of_few_values(self, input: Tensor, group_size: int) -> None:
         values = input.numel() // self.num_features
-        if 0 < values < group_size:
+        # One value has no variance at all, which is an error and not a warning.
+        if 1 < values < group_size:
             self._warned = True
             warnings.warn(
                 f"{type(self).__name__}({self.num_features}) whitens groups of {group_size} channels, but this batch "

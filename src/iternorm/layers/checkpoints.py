@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from iternorm.backends.torch.verbs import compute_dtype
 from iternorm.whitening import groups
 
 
@@ -35,7 +36,10 @@ def translate(layer, state: dict[str, Any]) -> dict[str, Any]:
     elif "running_variance" in state:
         state[matrix_name] = _of_w_mse(layer, state.pop("running_variance"))
     elif "running_var" in state and matrix_name not in state:
-        state[matrix_name] = diagonal_from_variance(layer, state.pop("running_var"))
+        variance = state.pop("running_var")
+        # In the finer dtype of the two: a checkpoint in half precision is no reason to round the root too.
+        dtype = torch.promote_types(variance.dtype, layer.running_matrix.dtype)
+        state[matrix_name] = diagonal_from_variance(layer, variance).to(dtype)
     other = "covariance" if layer.running == "whitening" else "whitening"
     if f"running_{other}" in state and matrix_name not in state:
         raise StateDictError(
@@ -48,7 +52,10 @@ def translate(layer, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def diagonal_from_variance(layer, variance: Tensor) -> Tensor:
-    """BatchNorm's running variance as the layer's running statistic: it whitens as BatchNorm standardizes."""
+    """BatchNorm's running variance as the layer's running statistic: it whitens as BatchNorm standardizes.
+
+    Of half precision it is in fp32.
+    """
     if variance.shape != (layer.num_features,):
         raise StateDictError(
             f"running_var has shape {list(variance.shape)}, this layer has num_features={layer.num_features}; "
@@ -61,6 +68,7 @@ def diagonal_from_variance(layer, variance: Tensor) -> Tensor:
             "running='whitening' reproduces it",
             stacklevel=2,
         )
+    variance = variance.to(compute_dtype(variance.dtype))
     regularized = (1 - layer.shrinkage) * variance + (layer.shrinkage + layer.eps)
     values = variance if layer.running == "covariance" else regularized.rsqrt()
     return torch.diag_embed(groups.pad_vector(values, layer.group_size))

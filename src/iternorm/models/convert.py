@@ -176,6 +176,8 @@ def _obstacle(layer: Any) -> str | None:
         return "is derived from _BatchNorm directly, so the rank of its input is not known; replace it by hand"
     if type(layer).forward is not base.forward and not applies_children(layer, base):
         return "has a forward of its own, which is not a BatchNorm followed by its child modules; replace it by hand"
+    if type(layer)._check_input_dim is not base._check_input_dim:
+        return "has a _check_input_dim of its own, so the rank of its input is not known; replace it by hand"
     return None
 
 
@@ -200,8 +202,7 @@ def _to_iternorm(layer: Any, options: dict[str, Any]) -> nn.Module:
     replace.carry(layer, new, without=("running_var", "process_group"))
     new.track_running_stats = layer.track_running_stats
     if tracked:
-        matrix = checkpoints.diagonal_from_variance(new, variance.to(torch_verbs.compute_dtype(variance.dtype)))
-        new._buffers[f"running_{new.running}"] = matrix.to(variance.dtype)
+        new._buffers[f"running_{new.running}"] = checkpoints.diagonal_from_variance(new, variance).to(variance.dtype)
         if new.num_batches_tracked is None or new.num_batches_tracked.is_meta:
             new.num_batches_tracked = torch.tensor(0, device=variance.device)
     if follows:

@@ -70,6 +70,21 @@ def test_a_batch_norm_checkpoint_in_covariance_mode():
     torch.testing.assert_close(variance, batch_norm.running_var)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_batch_norm_checkpoint_of_half_precision(dtype):
+    saved = nn.BatchNorm2d(6)
+    saved(3 * torch.randn(20, 6, 4, 4) + 1)
+    state = {
+        name: value.to(dtype) if value.is_floating_point() else value for name, value in saved.state_dict().items()
+    }
+    batch_norm, layer = nn.BatchNorm2d(6).eval(), IterNorm2d(6).eval()
+    batch_norm.load_state_dict(state)
+    layer.load_state_dict(state)
+    x = 3 * torch.randn(5, 6, 4, 4) + 1
+    # Not the roundings of half precision: 4e-4 and 8e-3.
+    torch.testing.assert_close(layer(x), batch_norm(x), rtol=1e-5, atol=1e-5)
+
+
 def test_a_batch_norm_checkpoint_is_shrunk_alike_in_both_modes():
     state, x = trained_batch_norm().state_dict(), correlated(4, 10, 3, 3)
     outputs = []
