@@ -252,6 +252,8 @@ def test_first_needs_a_batchnorm_that_can_be_converted():
 def test_what_cannot_be_converted_is_named():
     parametrized = nn.BatchNorm2d(4)
     parametrize.register_parametrization(parametrized, "weight", nn.Softplus())
+    patched = nn.BatchNorm2d(4)
+    patched._check_input_dim = lambda input: None
     model = nn.ModuleDict(
         {
             "lazy": nn.LazyBatchNorm2d(),
@@ -259,6 +261,7 @@ def test_what_cannot_be_converted_is_named():
             "masked": BatchNormMasked(4),
             "in eval": BatchNormInEval(4),
             "any rank": BatchNormOfAnyRank(4),
+            "patched": patched,
             "parametrized": parametrized,
             "eps": nn.BatchNorm2d(4, eps=-1.0),
             "plain": nn.BatchNorm2d(4),
@@ -266,7 +269,7 @@ def test_what_cannot_be_converted_is_named():
     )
     old = dict(model.items())
     report = ConversionReport()
-    with pytest.warns(UserWarning, match=r"7 layer\(s\) were not converted") as caught:
+    with pytest.warns(UserWarning, match=r"8 layer\(s\) were not converted") as caught:
         convert_batchnorm(model, report=report)
     for name, word in (
         ("lazy", "run one batch first"),
@@ -274,6 +277,7 @@ def test_what_cannot_be_converted_is_named():
         ("masked", "forward"),
         ("in eval", "train"),
         ("any rank", "_check_input_dim"),
+        ("patched", "_check_input_dim"),
         ("parametrized", "remove"),
         ("eps", "eps=-1"),
     ):

@@ -62,6 +62,9 @@ def test_a_linear_layer_whose_weight_torch_reads_is_refused():
         with pytest.raises(ValueError, match=r"belongs to an nn.TransformerEncoderLayer.*name of another linear layer"):
             decorrelate_features(given, name=name)
         assert str(given) == before
+    # A class with a forward of its own calls its layers.
+    own = type("Own", (nn.TransformerEncoderLayer,), {"forward": lambda self, x: self.linear2(self.linear1(x))})
+    assert "linear1.norm" in str(dict(decorrelate_features(own(8, 2, 16), name="linear1").named_modules()))
     decorrelate_features(model)
     x = torch.randn(64, 5, 8)
     model(x)

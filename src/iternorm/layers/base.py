@@ -360,7 +360,8 @@ class WhiteningNorm(BatchNormWithoutVariance):
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
         own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-        translated = checkpoints.translate(self, own)
+        assigned = bool(local_metadata.get("assign_to_params_buffers", False))
+        translated = checkpoints.translate(self, own, assigned=assigned)
         for name, value in translated.items():
             expected = getattr(self, name, None)
             if isinstance(expected, Tensor) and isinstance(value, Tensor) and value.shape != expected.shape:

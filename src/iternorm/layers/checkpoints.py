@@ -14,8 +14,11 @@ class StateDictError(RuntimeError, ValueError):
     """A state_dict that does not fit the layer. `load_state_dict` callers expect the first base, users the second."""
 
 
-def translate(layer, state: dict[str, Any]) -> dict[str, Any]:
-    """BatchNorm's keys, and those of the authors' 2019 layer, in the terms of `layer`, a `WhiteningNorm`."""
+def translate(layer, state: dict[str, Any], *, assigned: bool = False) -> dict[str, Any]:
+    """BatchNorm's keys, and those of the authors' 2019 layer, in the terms of `layer`, a `WhiteningNorm`.
+
+    Values that are to be assigned, not copied, keep the dtype of the checkpoint.
+    """
     state = dict(state)
     for name in ("weight", "bias", "running_mean"):
         # The authors keep the scale as [1, C, 1, 1] or [1, C] and the mean as [g, d, 1].
@@ -38,7 +41,7 @@ def translate(layer, state: dict[str, Any]) -> dict[str, Any]:
     elif "running_var" in state and matrix_name not in state:
         variance = state.pop("running_var")
         # In the finer dtype of the two: a checkpoint in half precision is no reason to round the root too.
-        dtype = torch.promote_types(variance.dtype, layer.running_matrix.dtype)
+        dtype = variance.dtype if assigned else torch.promote_types(variance.dtype, layer.running_matrix.dtype)
         state[matrix_name] = diagonal_from_variance(layer, variance).to(dtype)
     other = "covariance" if layer.running == "whitening" else "whitening"
     if f"running_{other}" in state and matrix_name not in state:

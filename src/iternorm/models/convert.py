@@ -176,7 +176,7 @@ def _obstacle(layer: Any) -> str | None:
         return "is derived from _BatchNorm directly, so the rank of its input is not known; replace it by hand"
     if type(layer).forward is not base.forward and not applies_children(layer, base):
         return "has a forward of its own, which is not a BatchNorm followed by its child modules; replace it by hand"
-    if type(layer)._check_input_dim is not base._check_input_dim:
+    if type(layer)._check_input_dim is not base._check_input_dim or "_check_input_dim" in vars(layer):
         return "has a _check_input_dim of its own, so the rank of its input is not known; replace it by hand"
     return None
 

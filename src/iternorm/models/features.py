@@ -71,7 +71,7 @@ def decorrelate_features(
         )
     chosen = next(reversed(linears)) if name is None else name
     parent = model.get_submodule(chosen.rpartition(".")[0])
-    if isinstance(parent, nn.TransformerEncoderLayer):
+    if isinstance(parent, nn.TransformerEncoderLayer) and type(parent).forward is nn.TransformerEncoderLayer.forward:
         raise ValueError(
             f"{chosen!r} belongs to an nn.TransformerEncoderLayer, which in eval reads its weight and does not call "
             "it, so its input would not be whitened; give the name of another linear layer. Nothing was changed"

@@ -83,6 +83,8 @@ def test_a_batch_norm_checkpoint_of_half_precision(dtype):
     x = 3 * torch.randn(5, 6, 4, 4) + 1
     # Not the roundings of half precision: 4e-4 and 8e-3.
     torch.testing.assert_close(layer(x), batch_norm(x), rtol=1e-5, atol=1e-5)
+    layer.load_state_dict(state, assign=True)
+    assert {value.dtype for value in layer.state_dict().values() if value.is_floating_point()} == {dtype}
 
 
 def test_a_batch_norm_checkpoint_is_shrunk_alike_in_both_modes():

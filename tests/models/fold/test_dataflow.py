@@ -73,6 +73,54 @@ def test_a_norm_whose_tensors_the_model_reads_is_kept(name):
         assert "reads its parameters or buffers" in table[0].reason
 
 
+READS = {
+    "an attribute's shape": lambda layer: layer.weight.shape[0],
+    "its dtype": lambda layer: torch.ones(1).to(layer.weight.dtype),
+    "parameters()": lambda layer: sum(value.sum() for value in layer.parameters()),
+    "named_parameters()": lambda layer: dict(layer.named_parameters())["weight"].sum(),
+    "state_dict()": lambda layer: layer.state_dict()["weight"].sum(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_norm_is_kept_however_the_model_reads_it(read):
+    torch.manual_seed(0)
+    model = settled(Wired(lambda m, x: m.norm(m.conv(x)).relu() + READS[read](m.norm)))
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    for example in (None, x):
+        folded, table = fold(model, example)
+        torch.testing.assert_close(folded(x), model(x), rtol=1e-10, atol=1e-10)
+        assert table[0].how == "kept"
+
+
+@pytest.mark.parametrize("read", ["parameters()", "named_parameters()"])
+def test_a_convolution_is_left_as_it_is_however_the_model_reads_it(read):
+    torch.manual_seed(0)
+    model = settled(Wired(lambda m, x: m.norm(m.conv(x)).relu() + READS[read](m.conv)))
+    folded, _ = check(model, torch.randn(2, 4, 5, 5, dtype=torch.float64), ["pointwise"])
+    assert torch.equal(folded.conv.weight, model.conv.weight)
+
+
+def test_a_weight_that_an_operation_on_the_input_takes_from_parameters():
+    torch.manual_seed(0)
+
+    def wire(m, x):
+        weight = dict(m.named_parameters())["conv.weight"]
+        return m.norm(m.conv(x)).relu() + nn.functional.conv2d(x, weight, padding=1)
+
+    check(settled(Wired(wire)), torch.randn(2, 4, 5, 5, dtype=torch.float64), ["pointwise"])
+
+
+def test_watching_a_run_leaves_modules_as_they_were():
+    before = nn.Module.__getattr__
+    model = settled(Wired(lambda m, x: m.norm(m.conv(x)).relu()))
+    fold(model, torch.randn(2, 4, 5, 5, dtype=torch.float64))
+    assert nn.Module.__getattr__ is before
+    with pytest.raises(RuntimeError):
+        fold(model, torch.randn(2, 3, 5, 5, dtype=torch.float64))
+    assert nn.Module.__getattr__ is before
+
+
 def test_a_weight_of_two_norms_is_not_read():
     class Two(nn.Module):
         def __init__(self):
@@ -86,7 +134,9 @@ def test_a_weight_of_two_norms_is_not_read():
     check(settled(Two()), torch.randn(2, 4, 5, 5, dtype=torch.float64), ["pointwise", "pointwise"])
 
 
-@pytest.mark.parametrize("make", [lambda norm: prune.l1_unstructured(norm, "weight", 2), nn.utils.weight_norm])
+@pytest.mark.parametrize(
+    "make", [lambda norm: prune.l1_unstructured(norm, "weight", 2), nn.utils.weight_norm, nn.utils.spectral_norm]
+)
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_a_weight_that_is_computed_at_each_call(make):
     model = settled(Wired(lambda m, x: m.norm(m.conv(x)).relu()))

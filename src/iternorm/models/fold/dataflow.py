@@ -6,7 +6,8 @@ that depends on the input. `recorded` runs the model once on given inputs and wa
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,9 +71,11 @@ def traced(model: nn.Module) -> Flow:
     """The flow by torch.fx. Raises ValueError, naming the module, where the model cannot be traced."""
     if isinstance(model, WhiteningNorm):
         return Flow()
-    tracer = _Tracer()
+    tracer, used = _Tracer(), _Used()
     try:
-        graph = tracer.trace(model)
+        # Operations on the parameters alone happen now, and are no nodes.
+        with used:
+            graph = tracer.trace(model)
     except Exception as error:
         raise ValueError(
             f"torch.fx cannot trace {type(model).__name__} at {tracer.innermost}: {error}. "
@@ -81,8 +84,11 @@ def traced(model: nn.Module) -> Flow:
         ) from error
     layers = dict(model.named_modules(remove_duplicate=False))
     called = {node: layers[str(node.target)] for node in graph.nodes if node.op == "call_module"}
-    # What the model's code reads directly must keep its value.
-    read = {layer for value, owners in _owners(model).items() if value in tracer.looked_at for layer in owners}
+    # What the model's code reads directly must keep its value: as an attribute, or from `parameters()`.
+    kept = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    taken = {id(kept[str(node.target)]) for node in graph.nodes if node.op == "get_attr" and node.target in kept}
+    looked_at = tracer.looked_at | used.seen | taken
+    read = {layer for value, owners in _owners(model).items() if value in looked_at for layer in owners}
     once = _called_once(called.values(), model) - read
     flow = Flow(read=read)
     for node, norm in called.items():
@@ -212,6 +218,18 @@ class _Tracer(fx.Tracer):
         return result
 
 
+class _Used(TorchDispatchMode):
+    """The tensors that operations take, by their addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.update(id(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
 def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flow:
     """The flow of one run of the model on these arguments, and the dimensions of the whitening layers' inputs."""
     recorder = _Recorder()
@@ -221,7 +239,7 @@ def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             handles.append(layer.register_forward_pre_hook(recorder.enter, prepend=True, with_kwargs=True))
             handles.append(layer.register_forward_hook(recorder.leave))
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), recorder, recorder.attributes():
             outputs = model(*args, **kwargs)
     finally:
         for handle in handles:
@@ -240,8 +258,27 @@ class _Recorder(TorchDispatchMode):
         self.added_to: set[nn.Module] = set()
         self.dtypes: dict[nn.Module, set[torch.dtype]] = defaultdict(set)
         self.users: dict[int, set[nn.Module | None]] = defaultdict(set)
+        # Tensors of whitening layers that others ask for, if only for their shape or dtype.
+        self.looked_at: set[int] = set()
         # Tensors are told apart by their address, so none may be freed while the model runs.
         self.kept: list[Any] = []
+
+    @contextmanager
+    def attributes(self) -> Iterator[None]:
+        """Note which tensors of a whitening layer are asked for outside it; torch.fx does it in the same way."""
+        ask = nn.Module.__getattr__
+
+        def noted(layer: nn.Module, name: str) -> Any:
+            value = ask(layer, name)
+            if isinstance(value, Tensor) and isinstance(layer, WhiteningNorm) and layer not in self.stack:
+                self.looked_at.add(id(value))
+            return value
+
+        nn.Module.__getattr__ = noted
+        try:
+            yield
+        finally:
+            nn.Module.__getattr__ = ask
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -277,8 +314,10 @@ class _Recorder(TorchDispatchMode):
 
     def flow(self, model: nn.Module, outputs: Any) -> Flow:
         self.use(outputs)
-        used_elsewhere = (owners for value, owners in _owners(model).items() if not self.users[value] <= owners)
-        read = {layer for owners in used_elsewhere for layer in owners}
+        owned, seen = _owners(model).items(), self.looked_at
+        read = {
+            layer for value, owners in owned if value in seen or not self.users[value] <= owners for layer in owners
+        }
         once = _called_once((layer for layer, _, _ in self.calls), model) - read
         maker = {id(output): layer for layer, _, output in reversed(self.calls)}
         flow = Flow(added_to=self.added_to, dtypes=self.dtypes, read=read)

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils import prune, remove_weight_norm
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune, remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from iternorm.layers.base import WhiteningNorm
@@ -73,6 +75,8 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
         >>> folded[1]
         Identity()
     """
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("a DistributedDataParallel keeps its parameters in step; fold the model in it, model.module")
     norms = {layer: name for name, layer in model.named_modules() if isinstance(layer, WhiteningNorm)}
     kept = [name for name, layer in model.named_modules() if isinstance(layer, PerSampleWhitening)]
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -110,7 +114,7 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """A copy, whose whitening layers have plain weights where pruning or weight norm computes them at each call."""
+    """A copy, whose whitening layers have plain weights where pruning and the like compute them at each call."""
     try:
         model = copy.deepcopy(model)
     except RuntimeError as error:
@@ -127,6 +131,8 @@ def _copied(model: nn.Module) -> nn.Module:
                 prune.remove(norm, hook._tensor_name)
             elif isinstance(hook, WeightNorm):
                 remove_weight_norm(norm, hook.name)
+            elif isinstance(hook, SpectralNorm):
+                remove_spectral_norm(norm, hook.name)
     return model
 
 
