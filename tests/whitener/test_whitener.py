@@ -320,6 +320,38 @@ def test_half_precision_keeps_the_directions_that_vary(dtype):
     assert Whitener().partial_fit(x[:, :4].double()).partial_fit(x[:8, :4]).n_components_ == 4
 
 
+@pytest.mark.parametrize("solver", ["zca", "pca", "cholesky"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_small_feature_beside_large_ones_is_no_rounding(solver, dtype):
+    x = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 1.0, 1e-3])
+    whitener = Whitener(solver).fit(x.to(dtype))
+    assert whitener.n_components_ == 3
+    white = torch.as_tensor(whitener.transform(x.to(dtype))).float()
+    torch.testing.assert_close(torch.cov(white.T), torch.eye(3), atol=0.02, rtol=0)
+    # Nor does a small batch of a coarser dtype make it one.
+    mixed = Whitener(solver).partial_fit(x.to(dtype)).partial_fit(x[:8].bfloat16())
+    assert mixed.n_components_ == 3
+
+
+@pytest.mark.parametrize("mean", [0.0, 30.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_roundings_of_a_mean_are_no_direction(dtype, mean):
+    x = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0)) + mean
+    x = torch.cat([x, x[:, :1] + x[:, 1:2]], 1).to(dtype)
+    assert Whitener().fit(x).n_components_ == 3
+    with pytest.raises(ValueError, match="some features depend on others"):
+        Whitener("cholesky").fit(x)
+
+
+def test_samples_that_are_all_rounding_are_refused():
+    centred = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0))
+    x = (centred + 2000).bfloat16()
+    with pytest.raises(ValueError, match="no more than their dtype rounds them: subtract the mean before"):
+        Whitener().fit(x)
+    assert Whitener(eps=1e-3).fit(x).n_components_ == 3
+    assert Whitener().fit(centred.bfloat16()).n_components_ == 3
+
+
 def test_dependent_features_are_refused_by_cholesky():
     x = data()
     x = torch.cat([x, x[:, :1] - x[:, 1:2]], 1)

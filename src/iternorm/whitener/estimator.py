@@ -39,8 +39,8 @@ class Whitener(Estimator):
         shrinkage: from 0 to 1; how far the covariance is moved towards the identity.
         num_iters: the steps of "newton".
         correction: 1 divides the covariance by the number of samples minus one, as `torch.cov` does; 0 by their number.
-        tol: a direction is empty whose variance is at most this share of the largest; None is 32 times what
-            roundings make of it: the data's `torch.finfo(dtype).eps`, squared for half precision.
+        tol: a direction is empty whose variance is at most this share of the largest. None measures each direction by
+            the features that it is made of: it is empty if the roundings of their dtype can make its variance.
 
     Attributes:
         mean_: ``[features]``, fp64, as the following.

@@ -62,8 +62,7 @@ def solve(moments: Moments, options: Options) -> Matrices:
     whitening = solvers.cholesky(regularized)
     # A pivot is what a feature has left once the features before it are known.
     pivots = whitening.diagonal().pow(-2)
-    threshold = _threshold(moments, options) * regularized.diagonal()
-    is_full = pivots > threshold
+    is_full = pivots > _of_roundings(covariance.diagonal(), moments, options)
     if not bool((is_full if regularizes else is_full & ~is_constant).all()):
         reason = f"only {count} samples were seen" if count <= size else "some features depend on others"
         if bool(is_constant.any()):
@@ -75,19 +74,48 @@ def solve(moments: Moments, options: Options) -> Matrices:
     return Matrices(whitening, torch.linalg.solve_triangular(whitening, identity, upper=False), size)
 
 
-def _threshold(moments: Moments, options: Options) -> float:
-    """The share of the largest variance below which a direction is empty; 0 where something regularizes it."""
+def _of_roundings(variances: Tensor, moments: Moments, options: Options) -> Tensor:
+    """How much of each feature's variance roundings can make ``[d]``; nought where something regularizes it."""
     if options.eps or options.shrinkage:
-        return 0.0
-    return _ROUNDINGS * moments.resolution if options.tol is None else options.tol
+        return torch.zeros_like(variances)
+    if options.tol is not None:
+        return options.tol * variances
+    # Each sample is rounded to steps of its dtype, by which it is off by a twelfth of their square on average; twice
+    # that, because a direction's variance is an estimate.
+    fine = torch.finfo(torch.float32).eps
+    squared = moments.resolution if moments.resolution > fine else moments.resolution**2
+    _, exponent = torch.frexp(moments.mean.abs() + variances.sqrt())
+    steps = squared * torch.ldexp(torch.ones_like(variances), exponent - 1).square()
+    return _ROUNDINGS * moments.resolution * variances + steps / 6
+
+
+def _is_full(eigenvalues: Tensor, vectors: Tensor, variances: Tensor, moments: Moments, options: Options) -> Tensor:
+    """Which of the directions the data vary in, the largest eigenvalue first.
+
+    Roundings are a share of each feature, so a direction is compared with those of the features that it is made of: a
+    small feature beside large ones is no direction of roundings.
+    """
+    if options.tol is not None:
+        # As the user understands it.
+        return eigenvalues > options.tol * eigenvalues[0]
+    # What the decomposition itself rounds is a share of the largest.
+    least = _ROUNDINGS * torch.finfo(eigenvalues.dtype).eps * eigenvalues[0]
+    return eigenvalues > (vectors.square().mT @ _of_roundings(variances, moments, options)).clamp(min=float(least))
 
 
 def _by_axes(covariance: Tensor, moments: Moments, options: Options) -> Matrices:
     eigenvalues, vectors = torch.linalg.eigh(covariance)
     eigenvalues, vectors = eigenvalues.flip(-1).clamp(min=0), vectors.flip(-1)
+    if not (options.eps or options.shrinkage):
+        is_full = _is_full(eigenvalues, vectors, covariance.diagonal(), moments, options)
+        eigenvalues, vectors = eigenvalues[is_full], vectors[:, is_full]
+    full = len(eigenvalues)
+    if not full:
+        raise ValueError(
+            "the samples vary no more than their dtype rounds them: subtract the mean before you round them, or give "
+            "eps or shrinkage"
+        )
     regularized = (1 - options.shrinkage) * eigenvalues + (options.shrinkage + options.eps)
-    regularizes = bool(options.eps or options.shrinkage)
-    full = len(eigenvalues) if regularizes else int((eigenvalues > _threshold(moments, options) * eigenvalues[0]).sum())
     rank = full if options.n_components is None else options.n_components
     if rank > full:
         raise ValueError(
