@@ -7,8 +7,9 @@ from iternorm.experiments.evidence import curves
 from iternorm.experiments.jobs.results import Result
 
 
-def run(train, test):
+def run(train, test, **last):
     rows = [{"train_error": a, "test_error": b} for a, b in zip(train, test, strict=True)]
+    rows[-1] |= last
     return Result("x", {"job": "a"}, rows, 1.0, {})
 
 
@@ -20,6 +21,18 @@ def test_the_axis_of_errors_reaches_over_nine_tenths_of_each_curve():
     assert axes.get_ylim() == (0, pytest.approx(1.15 * 8))
     curves.limit_errors(axes, [good, good, good, bad])
     assert axes.get_ylim() == (0, pytest.approx(1.15 * 40))
+
+
+def test_the_axis_of_errors_where_runs_diverged():
+    good, lost = run([90] + [5] * 19, [90] + [8] * 19), run([90, 90], [90, 90], diverged=True)
+    axes = Figure().subplots()
+    curves.limit_errors(axes, [lost, good])
+    assert axes.get_ylim() == (0, pytest.approx(1.15 * 8))
+    # With nothing else to show they are shown.
+    curves.limit_errors(axes, [lost])
+    assert axes.get_ylim() == (0, pytest.approx(1.15 * 90))
+    curves.limit_errors(axes, [run([float("nan")] * 20, [float("inf")] * 20), good])
+    assert axes.get_ylim() == (0, pytest.approx(1.15 * 8))
 
 
 def test_the_axis_of_errors_of_runs_without_errors():

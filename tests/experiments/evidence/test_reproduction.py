@@ -94,8 +94,8 @@ def test_runs_that_are_not_alike_have_lines_of_their_own(tiny, tmp_path):
     gpu = {**MADE, "machine": {"cpu": "A CPU", "gpu": "A GPU"}, "commit": "fedcba9876543210-dirty"}
     save(tmp_path / "r", tiny, 1, made=gpu, seconds=4000)
     text, _ = written(tmp_path / "r", tmp_path / "docs")
-    origin = "| A GPU | torch 2.13.0, iternorm 0.1.0 | unknown | fedcba9876 (dirty) | 2026-11-14 | 4 | 4 h 26 min |"
-    assert origin in text
+    made = "torch 2.13.0, iternorm 0.1.0 | unknown | fedcba9876 and uncommitted changes | 2026-11-14"
+    assert f"| A GPU | {made} | 4 | 4 h 26 min |" in text
     assert "| 0123456789 | 2026-11-14 | 4 |" in text
 
 

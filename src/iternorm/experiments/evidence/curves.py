@@ -118,11 +118,15 @@ def note_missing(axes: "Axes", names: Sequence[str]) -> None:
 
 
 def limit_errors(axes: "Axes", runs: Iterable[Result], quantile: float = 0.9) -> None:
-    """Limit the error axis to nine tenths of each curve, so that their ends can be distinguished."""
-    tops, most = [], 0.0
-    for run in runs:
+    """Limit the error axis to nine tenths of each curve, so that their ends can be distinguished.
+
+    Runs that diverged have no end, and count where there are no others.
+    """
+    tops, most, runs = [], 0.0, list(runs)
+    for run in [run for run in runs if not diverged(run)] or runs:
         for name in ("train_error", "test_error"):
-            if heights := sorted(row[name] for row in run.rows if row.get(name) is not None):
+            heights = sorted(row[name] for row in run.rows if row.get(name) is not None and math.isfinite(row[name]))
+            if heights:
                 tops.append(heights[min(len(heights) - 1, int(quantile * len(heights)))])
                 most = max(most, heights[-1])
     if most > 0:

@@ -13,7 +13,7 @@ _COLORS = {
     "DBN": "#d55e00",
     "GroupNorm": "#7b5ea7",
     "LayerNorm": "#a65628",
-    # All channels together, the darker the more iterations.
+    # All channels together: from T=1 on, the darker the more iterations.
     "IterNorm T=0": "#b0904a",
     "IterNorm T=1": "#9ccc3c",
     "IterNorm T=2": "#66c85a",

@@ -6,9 +6,8 @@ The report depends on results alone: the same results give the same text. A user
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from iternorm.experiments.evidence import blocks, pays
 from iternorm.experiments.evidence.blocks import Block, Command, Drawing, Link, Section, Table, Verdicts
@@ -23,20 +22,27 @@ _TITLE = "The paper's figures and tables, reproduced"
 _SUBTITLE = "Huang et al., Iterative Normalization, CVPR 2019"
 _INTRODUCTION = (
     "Every figure and table of *Iterative Normalization: Beyond Standardization towards Efficient Whitening* (Huang et "
-    "al., CVPR 2019), as `iternorm run` made it. A claim is a sentence of the paper; its verdict is a function of the "
-    "results, not of a hand. ± is the standard deviation over n seeds unless it says otherwise. What was not run says "
-    "so."
+    "al., CVPR 2019), as `iternorm run` made it. A claim is what the paper says, in a sentence; its verdict is a "
+    "function of the results, not of a hand. ± is the standard deviation over n seeds unless it says otherwise. What "
+    "was not run says so."
 )
 _MEANINGS = {
-    Verdict.HOLDS: "three seeds or more on either side, and a difference of more than two standard errors (Welch); or "
-    "a measurement that no seed decides",
+    Verdict.HOLDS: "three seeds or more on each side, and a difference of more than two standard errors (Welch's), or "
+    "that much more than a margin, which stands beside the verdict. A claim of no difference holds if none is seen and "
+    "the errors are small enough to see one. Measurements without training are compared as they are",
     Verdict.FAILS: "the same, the other way round",
-    Verdict.UNDECIDED: "two seeds, or a difference within two standard errors, or one in favour of a side of which "
-    "seeds diverged",
-    Verdict.ONE_SEED: "it points to the claim or against it; a test error points somewhere if it differs by more than "
-    "two binomial errors of the test set",
+    Verdict.UNDECIDED: "two seeds; or a difference within two standard errors; or seeds diverged on the side that "
+    "seems better; or it depends on which seed chooses the learning rate",
+    Verdict.ONE_SEED: "it points to the claim, against it, or neither way. A test error points somewhere if it differs "
+    "by more than two binomial errors of the test set, a training error or loss whenever it differs",
     Verdict.NOT_RUN: "all of it, or what it is compared with",
 }
+
+# Simulated with Gaussian values of equal means: 12 % with equal deviations, 17 % where one is five times the other.
+_CHANCE = (
+    "Two standard errors of three seeds say less than those of many: where there is no difference at all, chance "
+    "decides one comparison in six to nine, half of them each way."
+)
 
 
 def write(root: Path, folder: Path, experiments: Sequence[Experiment] | None = None) -> list[Path]:
@@ -67,6 +73,7 @@ def _collect(root: Path, experiments: Sequence[Experiment] | None = None) -> tup
     sections: list[Section] = []
     rows = []
     counted: list[Claim] = []
+    trained: list[Claim] = []
     contrasts: list[Contrast] = []
     for experiment in chosen:
         state = registry.survey(experiment, root)
@@ -74,6 +81,7 @@ def _collect(root: Path, experiments: Sequence[Experiment] | None = None) -> tup
         claims = experiment.claims(state.finished)
         if experiment.is_papers:
             counted += claims
+            trained += claims if experiment.trains else []
         # With spaces that do not break: the column is narrow.
         done = f"{len(state.finished)}\u00a0of\u00a0{state.total}"
         title = experiment.title.rstrip(".")
@@ -86,9 +94,12 @@ def _collect(root: Path, experiments: Sequence[Experiment] | None = None) -> tup
         summary.append(Table(("id", "what", "claims", "runs"), tuple(rows)))
     if counted:
         summary.append(f"Of {len(counted)} claims of the paper: {_counted(counted)}.")
+        if trained and len(trained) < len(counted):
+            about = f"Of the {len(trained)} claims about trained networks: {_counted(trained)}."
+            summary.append(f"{about} The others are about drawn data and times.")
     if any(row[2].said for row in rows):
         legend = tuple((Verdicts(((verdict, verdict.value),)), meaning) for verdict, meaning in _MEANINGS.items())
-        summary += ["What the verdicts mean:", Table(("verdict", "it takes"), legend)]
+        summary += ["What the verdicts mean:", Table(("verdict", "it takes"), legend), _CHANCE]
     title = _TITLE if experiments is None else sections[0].title if len(chosen) == 1 else "Studies"
     return title, summary, sections
 
@@ -99,8 +110,9 @@ def _does_it_pay(contrasts: Sequence[Contrast]) -> list[Block]:
     if not rows:
         return []
     found: list[Block] = [
-        "**Does it pay?** Final test errors in %, whichever way they came out. ± here is the standard error of the "
-        "difference; where a side has one seed, the binomial error of the test set."
+        "**Does it pay?** Final test errors in % of every network that was trained with BN and with the paper's "
+        "IterNorm (T=5), whichever way they came out. ± here is the standard error of the difference; where a side has "
+        "one seed, the binomial error of the test set."
     ]
     found.append(Table(*pays.cells(rows)))
     return [*found, f"Not run with both: {'; '.join(missing)}."] if missing else found
@@ -245,7 +257,7 @@ def _origins(finished: Iterable[Result]) -> tuple[tuple[str, ...], ...]:
         where = machine.get("gpu") or f"{machine.get('cpu', 'unknown')}, {machine.get('cores', '?')} cores"
         software = f"torch {made.get('torch', {}).get('version', '?')}, iternorm {made.get('iternorm', '?')}"
         commit, _, dirty = (made.get("commit") or "unknown").partition("-")
-        key = (where, software, _how(made), commit[:10] + (f" ({dirty})" if dirty else ""))
+        key = (where, software, _how(result), commit[:10] + (" and uncommitted changes" if dirty else ""))
         groups.setdefault(key, []).append(result)
     rows = []
     for key, group in groups.items():
@@ -255,18 +267,19 @@ def _origins(finished: Iterable[Result]) -> tuple[tuple[str, ...], ...]:
     return tuple(rows)
 
 
-def _how(made: Mapping[str, Any]) -> str:
-    """Number of processes, precision and compilation; results of earlier versions do not tell.
+def _how(result: Result) -> str:
+    """Number of processes, precision and compilation; results of earlier versions do not tell all of it.
 
     Example:
-        >>> _how({"processes": 1, "precision": "tf32", "compile": False}), _how({})
-        ('1 process, tf32', 'unknown')
+        >>> made = {"processes": 1, "precision": "tf32", "compile": False}
+        >>> [_how(Result("fig6", config, [], 1.0, made)) for config, made in (({}, made), ({"precision": "bf16"}, {}))]
+        ['1 process, tf32', 'bf16']
     """
-    known = []
+    made, known = result.provenance, []
     if "processes" in made:
         known.append(f"{made['processes']} process{'es' if made['processes'] > 1 else ''}")
-    if "precision" in made:
-        known.append(made["precision"])
+    if precision := made.get("precision", result.config.get("precision")):
+        known.append(precision)
     if made.get("compile"):
         known.append("compiled")
     return ", ".join(known) or "unknown"

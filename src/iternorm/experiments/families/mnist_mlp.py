@@ -1,11 +1,13 @@
 """What Figure 3 and Figure A1 share: the MLP on MNIST, with the full batch and with batches of 2."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from iternorm.experiments.data import datasets as data
 from iternorm.experiments.evidence import curves
-from iternorm.experiments.jobs.findings import Comparison
+from iternorm.experiments.jobs.findings import Claim, Comparison, Finding, Verdict
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.experiments.recipe import Recipe
@@ -57,13 +59,64 @@ def final_loss(result: Result) -> float:
     return curves.final(result, "train_loss", 1 if is_full_batch(result) else _LAST_ROWS)
 
 
-def best_by_norm(results: Sequence[Result]) -> dict[str, list[Result]]:
+# For each normalization, all seeds of one learning rate.
+Best = dict[str, list[Result]]
+
+
+def best_by_norm(results: Sequence[Result]) -> Best:
     """For each normalization all seeds of the learning rate with the least final training loss."""
-    best: dict[str, list[Result]] = {}
-    for (norm, _), runs in curves.by(results, "norm", "lr").items():
-        if norm not in best or _mean_loss(runs) < _mean_loss(best[norm]):
-            best[norm] = runs
-    return best
+    return {norm: min(rates.values(), key=_mean_loss) for norm, rates in _complete(results).items()}
+
+
+def rates_of_seeds(results: Sequence[Result]) -> dict[str, list[float]]:
+    """The learning rates that a seed would choose by itself, for each normalization; where seeds agree there is one.
+
+    Rates at which a seed diverged are no choice, unless there is no other.
+    """
+    found = {}
+    for norm, rates in _complete(results).items():
+        stable = [runs for runs in rates.values() if math.isfinite(_mean_loss(runs))] or [best_by_norm(results)[norm]]
+        by_seed = curves.by((run for runs in stable for run in runs), "seed").values()
+        found[norm] = sorted({min(runs, key=final_loss).config["lr"] for runs in by_seed})
+    return found
+
+
+def agreed(results: Sequence[Result], claims_of: Callable[[Best], list[Claim]]) -> list[Claim]:
+    """Claims about the best learning rates; undecided where the verdict depends on which seed chooses the rate."""
+    claims = claims_of(best_by_norm(results))
+    others = [claims_of(best) for best in _choices(results)]
+    open_rates = "; ".join(
+        f"{norm} {_listed(rates)}" for norm, rates in rates_of_seeds(results).items() if len(rates) > 1
+    )
+    found = []
+    for index, claim in enumerate(claims):
+        if any(other[index].finding != claim.finding for other in others):
+            evidence = f"{claim.evidence} The verdict depends on which seed chooses the learning rate: {open_rates}."
+            claim = replace(claim, finding=Finding(Verdict.UNDECIDED), evidence=evidence)
+        found.append(claim)
+    return found
+
+
+def _choices(results: Sequence[Result]) -> Iterator[Best]:
+    """Every combination of the rates that seeds would choose."""
+    runs, rates = _complete(results), rates_of_seeds(results)
+    for chosen in itertools.product(*rates.values()):
+        yield {norm: runs[norm][rate] for norm, rate in zip(rates, chosen, strict=True)}
+
+
+def _complete(results: Sequence[Result]) -> Mapping[str, dict[float, list[Result]]]:
+    """Runs by normalization and learning rate, without the rates that have fewer seeds than others."""
+    found: dict[str, dict[float, list[Result]]] = {}
+    for (norm, lr), runs in curves.by(results, "norm", "lr").items():
+        found.setdefault(norm, {})[lr] = runs
+    for norm, rates in found.items():
+        most = max(map(len, rates.values()))
+        found[norm] = {lr: runs for lr, runs in rates.items() if len(runs) == most}
+    return found
+
+
+def _listed(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in rates)
 
 
 def _mean_loss(runs: Sequence[Result]) -> float:
@@ -71,12 +124,15 @@ def _mean_loss(runs: Sequence[Result]) -> float:
     return math.inf if loss is None else loss
 
 
-def comparisons(best: dict[str, list[Result]], norms: Sequence[str], where: str) -> list[Comparison]:
+def comparisons(results: Sequence[Result], norms: Sequence[str], where: str) -> list[Comparison]:
     """Our errors, which the paper shows as curves without numbers."""
     found = []
+    best, rates = best_by_norm(results), rates_of_seeds(results)
     for norm in norms:
         runs = best.get(norm)
         note = f"learning rate {runs[0].config['lr']:g}" if runs else ""
+        if runs and len(rates[norm]) > 1:
+            note += f" (seeds by themselves: {_listed(rates[norm])})"
         note = "; ".join(filter(None, (note, curves.divergence_note(runs))))
         said = {"note": note, "num_diverged": curves.num_diverged(runs)}
         test_error, loss = curves.seeds(runs, final_test_error), curves.seeds(runs, final_loss)

@@ -103,7 +103,7 @@ def draw(axes: Sequence[Any], results: Sequence[Result], model: str, paper: Numb
 def claim_lower(results: Sequence[Result], model: str, norm: str, other: str, text: str) -> Claim:
     """The claim that one norm has a lower top-1 error than another."""
     low, high = (outcomes.finals(outcomes.select(results, model, each)) for each in (norm, other))
-    text = f"{title(model)}: {text} (top-1, %)"
+    text = f"{title(model)}: {text} (top-1, %)."
     return outcomes.claim_lower(text, (NAMES[norm], NAMES[other]), (low, high), outcomes.num_test(results))
 
 
@@ -123,11 +123,12 @@ def claims(results: Sequence[Result], model: str) -> list[Claim]:
 
 
 def _claim_no_gain(results: Sequence[Result], model: str) -> Claim:
-    text = f"{title(model)}: replacing every BN has no significant improvement over replacing the first (top-1, %)"
+    text = f"{title(model)}: replacing every BN has no significant improvement over replacing the first (top-1, %)."
     full, first = (outcomes.finals(outcomes.select(results, model, norm)) for norm in (ITERNORM_FULL, ITERNORM_L1))
     num_test = outcomes.num_test(results)
     evidence = f"{NAMES[ITERNORM_FULL]} {full}, {NAMES[ITERNORM_L1]} {first}"
     evidence += outcomes.told_difference(full, first, num_test=num_test)
+    evidence += f"; two errors have to be below {_SIGNIFICANT} points, which the paper calls significant"
     return Claim(text, rule.is_no_lower(full, first, visible=_SIGNIFICANT, num_test=num_test), evidence)
 
 

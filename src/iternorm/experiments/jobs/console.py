@@ -66,7 +66,7 @@ class Lines:
             words.append(describe(values))
         # A resumed job does not begin at nought.
         if done > first:
-            words.append(f"{duration((total - done) * (now - begun) / (done - first))} left")
+            words.append(f"{duration(max(total - done, 0) * (now - begun) / (done - first))} left")
         self._output.print(", ".join(words), highlight=False, markup=False, soft_wrap=True)
 
     def ended(self, outcome: Outcome) -> None:

@@ -124,6 +124,11 @@ class Experiment:
         return self.path is None and self.id not in _NOT_THE_PAPERS
 
     @property
+    def trains(self) -> bool:
+        """Whether its jobs train networks, and not only draw data or take times."""
+        return any("model" in config for config in self.jobs())
+
+    @property
     def title(self) -> str:
         """First line of the docstring."""
         return (inspect.getdoc(self.module) or "").partition("\n")[0] or self.id

@@ -47,10 +47,10 @@ def duration(seconds: float) -> str:
     """A length of time, for reading.
 
     Example:
-        >>> duration(0.42), duration(75), duration(7380)
-        ('0.4 s', '1 min 15 s', '2 h 3 min')
+        >>> duration(0.42), duration(59.97), duration(75), duration(7380)
+        ('0.4 s', '1 min 0 s', '1 min 15 s', '2 h 3 min')
     """
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

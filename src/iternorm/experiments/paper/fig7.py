@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 # By what the paper calls them.
 ITERATIONS = {f"T={steps}": f"IterNorm T={steps}" for steps in (0, 1, 3, 5, 7)}
 GROUPS = {"group 512": "IterNorm T=5"} | {f"group {size}": f"IterNorm T=5 d={size}" for size in (256, 64, 32, 1)}
-# How far test errors of large and middle groups may lie apart, in points, for "not sensitive".
-_NEAR = 0.5
+# How much worse large groups may be than middle ones for "not sensitive": a tenth of the training error, and half of
+# the 0.79 points that IterNorm gains on BN in the paper's Figure 6.
+_NEAR_TRAINING, _NEAR_TESTING = 0.1, 0.4
 
 
 def jobs(plan: Plan) -> list[Config]:
@@ -62,11 +63,14 @@ def claims(results: Sequence[Result]) -> list[Claim]:
         (_errors(results, panel, vgg_cifar.mean_training_error), _errors(results, panel, vgg_cifar.final_test_error))
         for panel in (ITERATIONS, GROUPS)
     )
+    middle = groups_trained["group 64"]
+    near = _NEAR_TRAINING * middle.mean if middle.values else 0.0
     return [
         Claim(
             "The smallest (T=0) and the largest (T=7) iteration number both have the worse training efficiency.",
             outcomes.extremes_are_worse(list(trained.values())),
-            f"Training error (%), averaged over epochs: {outcomes.told(trained)}.",
+            f"Training error (%), averaged over epochs: {outcomes.told(trained)}; those of T=0 and of T=7 have to be "
+            "above each of T=1, 3, 5.",
         ),
         Claim(
             "With T=7 IterNorm has significantly worse test performance.",
@@ -76,12 +80,16 @@ def claims(results: Sequence[Result]) -> list[Claim]:
         Claim(
             "IterNorm is not sensitive to the large group size, in training and in testing.",
             rule.all_of(
-                rule.is_lower(errors[large], errors["group 64"], margin=-_NEAR, num_test=tested_on)
-                for errors, tested_on in ((groups_trained, None), (groups_tested, num_test))
+                rule.is_lower(errors[large], errors["group 64"], margin=-margin, num_test=tested_on)
+                for errors, margin, tested_on in (
+                    (groups_trained, near, None),
+                    (groups_tested, _NEAR_TESTING, num_test),
+                )
                 for large in ("group 512", "group 256")
             ),
             f"Training error (%), averaged over epochs: {outcomes.told(groups_trained)}. Final test error (%): "
-            f"{outcomes.told(groups_tested)}. Groups of 512 and 256 may be {_NEAR} points worse than groups of 64.",
+            f"{outcomes.told(groups_tested)}. Groups of 512 and 256 may be worse than groups of 64 by a tenth of the "
+            f"training error and by {_NEAR_TESTING} points of the test error.",
         ),
     ]
 

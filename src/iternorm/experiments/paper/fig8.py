@@ -12,8 +12,9 @@ Departures: bf16 autocast and channels_last (the paper: fp32). Convolutions are 
 of Zagoruyko and Komodakis, whose setup the paper names; the authors' published script leaves Torch's own
 initialization. Scales of all norms start at 1, where Torch starts those of BN at random in [0, 1]. The momentum is kept
 when the learning rate drops, after 60, 120 and 160 epochs as the paper says; the authors' script clears it, and drops
-one epoch earlier. Crops and flips are drawn for each image; that script has one crop for a whole mini-batch, of which
-it flips half. From that script, where the paper is silent: one more IterNorm right after the first convolution,
+one epoch earlier. The networks with IterNorm have one norm more than those with BN, right after the first convolution:
+so in that script, while the paper speaks of replacing all BN modules. Crops and flips are drawn for each image; that
+script has one crop for a whole mini-batch, of which it flips half. From that script, where the paper is silent:
 reflection-padded crops, the last mini-batch dropped. Of 160 channels groups of 64 leave a smaller last one, 64, 64 and
 32, as in that script; the authors' later PyTorch code takes five groups of 32. The running averages for the test have a
 momentum of 0.1. The training error is that of the batches as they were trained on, dropout and augmentation included;
@@ -84,8 +85,8 @@ def claims(results: Sequence[Result]) -> list[Claim]:
     for model in MODELS:
         runs = [outcomes.select(results, model, norm) for norm in (ITERNORM, BN)]
         for text, value in (
-            ("trains faster with IterNorm than with BN (training error, mean over all epochs, %)", average),
-            ("generalizes better with IterNorm than with BN (test error, %)", final),
+            ("trains faster with IterNorm than with BN (training error, mean over all epochs, %).", average),
+            ("generalizes better with IterNorm than with BN (test error, %).", final),
         ):
             low, high = (outcomes.over_seeds(each, value) for each in runs)
             tested = outcomes.num_test(runs[0]) if value is final else None

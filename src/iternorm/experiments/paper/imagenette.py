@@ -83,6 +83,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
 
 def contrasts(results: Sequence[Result]) -> list[Contrast]:
     """BN against IterNorm. Most folders have a part of the training images, so their number is told."""
-    counts = {record["train_images"] for result in results if (record := result.provenance.get("data"))}
-    data = f"Imagenette, {counts.pop():,} images" if len(counts) == 1 else "Imagenette"
+    counts = {(result.provenance.get("data") or {}).get("train_images") for result in results}
+    (count,) = counts if len(counts) == 1 else (None,)
+    data = f"Imagenette, {count:,} images" if count else "Imagenette"
     return resnet_imagenet.contrasts(results, MODEL, NORMS, data)

@@ -6,8 +6,8 @@ DF one more norm before the last linear layer.
 Claim: replacing the first BN by DBN or IterNorm lowers the error, IterNorm marginally more than DBN; replacing all has
 no significant improvement over that; decorrelating the features as well lowers the error significantly.
 Command: iternorm run table2 --data "$ITERNORM_DATA" --device cuda && iternorm plot table2
-Cost: estimated, not measured: 15 hours a run, 75 hours in all, on one H200 with 16 cores, which decoding JPEG files
-bounds.
+Cost: estimated, not measured: 15 hours a run, 75 hours for one seed of each, on one H200 with 16 cores, which decoding
+JPEG files bounds. One seed cannot show differences as small as the paper's: a verdict takes --seeds 3.
 The paper got: top-1 / top-5, in %: baseline (BN) 29.76 / 10.39, DBN-L1 29.50 / 10.26, IterNorm-L1 29.34 / 10.22,
 IterNorm-Full 29.30 / 10.21, IterNorm-L1 + DF 28.86 / 10.08; quoted with 90 epochs: BN 30.43 / 10.76, DBN-L1 29.87 /
 10.36.
