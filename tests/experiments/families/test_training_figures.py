@@ -153,8 +153,11 @@ def test_one_seed_that_diverged_rules_a_learning_rate_out():
         is_bad = config["lr"] == 0.5 and config.get("seed", 0) == 1
         return {"losses": ({0.5: 0.1}.get(config["lr"], 0.2),), "diverged": is_bad}
 
-    best = mnist_mlp.best_by_norm(results(figA1, values, Plan(seeds=2)))
+    found = results(figA1, values, Plan(seeds=2))
+    best = mnist_mlp.best_by_norm(found)
     assert all(runs[0].config["lr"] != 0.5 and len(runs) == 2 for runs in best.values())
+    # Nor is it a choice of the seed that finished.
+    assert all(rates == [best[norm][0].config["lr"]] for norm, rates in mnist_mlp.rates_of_seeds(found).items())
 
 
 def test_a_verdict_that_depends_on_which_seed_chooses_the_rate_is_undecided():
@@ -345,8 +348,13 @@ def test_claims_of_figure_7():
     bad = {"IterNorm T=0": 9, "IterNorm T=7": 10.5, "IterNorm T=5 d=256": 11}
     assert verdicts(fig7, results(fig7, values(bad))) == "xxx"
     # A tenth of the training error, 1, is not too much; of the test error 0.4 points are.
-    for worse, sign in ((10.3, "+"), (10.5, "x")):
-        assert verdicts(fig7, results(fig7, values({**good, "IterNorm T=5 d=256": worse})))[2] == sign
+    for trained, tested, sign in ((10.9, 10.3, "+"), (11.1, 10.3, "x"), (10.9, 10.5, "x")):
+        found = results(fig7, values(good))
+        (large,) = (k for k, run in enumerate(found) if run.config["job"] == "basic-IterNorm-T=5-d=256-s0")
+        found = [run for run in found if run.config["norm"] != "IterNorm T=5 d=256"] + [
+            result({**found[large].config, "seed": seed}, train=(trained,), test=(tested,)) for seed in range(3)
+        ]
+        assert verdicts(fig7, found)[2] == sign
     assert verdicts(fig7, []) == "---"
     assert verdicts(fig7, results(fig7, values(good), Plan(seeds=1))) == ">>="
 

@@ -76,6 +76,7 @@ def test_a_norm_whose_tensors_the_model_reads_is_kept(name):
 READS = {
     "an attribute's shape": lambda layer: layer.weight.shape[0],
     "its dtype": lambda layer: torch.ones(1).to(layer.weight.dtype),
+    "a buffer's shape": lambda layer: len(layer.running_mean.shape),
     "parameters()": lambda layer: sum(value.sum() for value in layer.parameters()),
     "named_parameters()": lambda layer: dict(layer.named_parameters())["weight"].sum(),
     "state_dict()": lambda layer: layer.state_dict()["weight"].sum(),
