@@ -177,7 +177,7 @@ def test_a_verdict_that_depends_on_which_seed_chooses_the_rate_is_undecided():
     assert claim.verdict is Verdict.UNDECIDED
     assert claim.evidence.endswith("depends on which seed chooses the learning rate: IterNorm T=3 2, 5.")
     number = next(row for row in figA1.compare(found) if row.what == "IterNorm T=3, full batch, test error")
-    assert number.note == "learning rate 5 (seeds by themselves: 2, 5)"
+    assert number.note == "learning rate 5 (single seeds choose 2, 5)"
     # Where all seeds choose alike the rate is not open.
     losses[5.0, 1] = 0.1
     assert figA1.claims(results(figA1, values))[0].verdict is Verdict.FAILS

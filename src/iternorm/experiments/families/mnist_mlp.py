@@ -132,7 +132,7 @@ def comparisons(results: Sequence[Result], norms: Sequence[str], where: str) -> 
         runs = best.get(norm)
         note = f"learning rate {runs[0].config['lr']:g}" if runs else ""
         if runs and len(rates[norm]) > 1:
-            note += f" (seeds by themselves: {_listed(rates[norm])})"
+            note += f" (single seeds choose {_listed(rates[norm])})"
         note = "; ".join(filter(None, (note, curves.divergence_note(runs))))
         said = {"note": note, "num_diverged": curves.num_diverged(runs)}
         test_error, loss = curves.seeds(runs, final_test_error), curves.seeds(runs, final_loss)
