@@ -13,7 +13,7 @@ from torch import nn
 from iternorm.experiments.evidence import palette
 from iternorm.experiments.jobs import ray_sweep, registry, sweep
 from iternorm.experiments.jobs.registry import Context, Plan
-from iternorm.experiments.study import Recipe, TensorSource, train
+from iternorm.experiments.study import Recipe, Result, TensorSource, plot_errors, train
 
 ROOT = Path(__file__).parents[2]
 RECIPE = Recipe("mine", "mine", "GroupNorm", 16, 0.1, 2, seed=1, momentum=0.9)
@@ -102,6 +102,28 @@ def test_a_worker_of_ray_that_lacks_the_file_gets_its_text(tmp_path):
     path.unlink()
     copy = ray_sweep._experiment("mine", "mine", source)
     assert copy.path != path
+@pytest.mark.parametrize(
+    ("rows", "curves"),
+    [
+        ([{"test_error": 60}, {"test_error": 30}], {"x": [1, 2], "y": [60, 30], "label": "row"}),
+        (
+            [{"epoch": 3, "test_error": 60}, {"epoch": 6, "test_error": 30}],
+            {"x": [3, 6], "y": [60, 30], "label": "epoch"},
+        ),
+        ([{"epoch": 3, "test_error": 60}, {"test_error": 30}], {"x": [1, 2], "y": [60, 30], "label": "row"}),
+    ],
+)
+def test_rows_without_epochs_are_numbered(rows, curves):
+    axes = plot_errors([Result("mine", {"job": "a"}, rows, 1.0, {})]).axes[0]
+    assert axes.get_xlabel() == curves["label"]
+    assert (list(axes.lines[1].get_xdata()), list(axes.lines[1].get_ydata())) == (curves["x"], curves["y"])
+
+
+def test_rows_without_errors_give_a_panel_that_says_so():
+    axes = plot_errors([Result("mine", {"job": "a"}, [{"loss": 1.0}, {"test_error": None}], 1.0, {})]).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["no row has train_error or test_error"]
+
+
     assert (copy.id, copy.jobs()) == ("mine", experiment.jobs())
 
 

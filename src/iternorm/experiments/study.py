@@ -4,6 +4,7 @@ A study is a Python file with a function `jobs`, which gives configurations, and
 them. It may have `plot`, `compare` and `claims`: `iternorm.experiments.jobs.registry` says what each takes and returns.
 """
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,21 +61,35 @@ __all__ = [
 ]
 
 by = curves.by
+# The fields of a row that `plot_errors` draws.
+_ERRORS = ("train_error", "test_error")
 
 
 def plot_errors(results: Sequence[Result]) -> "Figure":
     """Training (solid) and test (dashed) error over epochs, a curve for each norm: what a study without `plot` shows.
 
-    Runs that differ in more than their seeds and norms are told apart by their jobs' names.
+    Runs that differ in more than their seeds and norms are told apart by their jobs' names. Rows without ``epoch`` are
+    numbered.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.8), layout="constrained")
     axes = figure.subplots()
+    rows = [row for result in results for row in result.rows]
+    if not any(row.get(field) is not None for row in rows for field in _ERRORS):
+        axes.text(0.5, 0.5, f"no row has {' or '.join(_ERRORS)}", ha="center", va="center", transform=axes.transAxes)
+        return figure
+    place = "epoch"
+    if any(row.get("epoch") is None for row in rows):
+        place = "row"
+        results = [
+            dataclasses.replace(result, rows=[{**row, "row": number} for number, row in enumerate(result.rows, 1)])
+            for result in results
+        ]
     runs = curves.by(results, "norm")
     if None in runs or any(len({run.config.get("seed", 0) for run in found}) < len(found) for found in runs.values()):
         runs = curves.by(results, "job")
-    curves.draw(axes, runs, "epoch")
+    curves.draw(axes, runs, place)
     curves.limit_errors(axes, results)
     axes.set_ylabel(curves.BOTH_ERRORS)
     axes.legend(fontsize=8)
