@@ -58,6 +58,7 @@ def test_jobs_and_run_are_all_it_needs(tmp_path):
         ("mine", "x = 1", r"it has no function jobs and no function run"),
         ("fig6", MINIMAL, r"'fig6' is that of an experiment of the paper: rename the file"),
         ("a b", MINIMAL, r"'a b' is no such name: rename the file"),
+        ("all", MINIMAL, r"'all' is the word for all experiments: rename the file"),
     ],
 )
 def test_files_that_are_no_studies(tmp_path, name, text, message):
@@ -65,10 +66,14 @@ def test_files_that_are_no_studies(tmp_path, name, text, message):
         registry.get(str(written(tmp_path, text, name)))
 
 
-def test_a_missing_file_and_a_forgotten_suffix(tmp_path):
-    with pytest.raises(ValueError, match=r"ID: there is no file .*none\.py"):
+def test_a_missing_file_and_a_forgotten_suffix(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^there is no file .*none\.py"):
         registry.get(str(tmp_path / "none.py"))
     with pytest.raises(ValueError, match=r"no experiment is called 'study': .*its file, \./study\.py"):
+        registry.get("study")
+    written(tmp_path, name="study")
+    with pytest.raises(ValueError, match=r"no experiment is called 'study': did you mean \./study\.py\?"):
         registry.get("study")
 
 
@@ -79,6 +84,10 @@ def test_a_missing_file_and_a_forgotten_suffix(tmp_path):
         ("'BN'", "a mapping with a name"),
         ("{'job': 'a', 'norm': print}", "plain values are needed"),
         ("{'job': 'a', 'lr': float('nan')}", "plain values are needed"),
+        ("{'job': 'a', 1: 2}", "plain values are needed, under names that are strings"),
+        ("{'job': '..'}", "a 'job' of at most 200 letters, digits and _ . = - is needed, without a dot in front"),
+        ("{'job': 'a' * 300}", "a 'job' of at most 200 letters"),
+        ("{'job': 'a/b'}", "a 'job' of at most 200 letters"),
     ],
 )
 def test_configurations_that_are_none(tmp_path, config, message):

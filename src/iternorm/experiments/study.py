@@ -102,9 +102,14 @@ def load(path: Path) -> Experiment:
     Raises:
         ValueError: There is no such file, its name is taken, or it lacks a function.
     """
-    taken = path.stem in registry.EXPERIMENTS
-    if taken or not re.fullmatch(r"\w[\w.-]*", path.stem):
-        why = "that of an experiment of the paper" if taken else "no such name"
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    why = "that of an experiment of the paper" if path.stem in registry.EXPERIMENTS else None
+    if path.stem == "all":
+        why = "the word for all experiments"
+    elif not re.fullmatch(r"\w[\w.-]*", path.stem):
+        why = "no such name"
+    if why is not None:
         raise ValueError(
             f"{path}: a study's results lie in a folder of its file's name, and {path.stem!r} is {why}: rename the file"
         )

@@ -21,6 +21,7 @@ import fnmatch
 import importlib
 import inspect
 import re
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -196,7 +197,9 @@ def get(experiment: str) -> Experiment:
         return importlib.import_module(_STUDY).load(Path(experiment))
     if experiment not in EXPERIMENTS:
         lowered = {name.lower(): name for name in EXPERIMENTS}
-        near = [lowered[name] for name in difflib.get_close_matches(experiment.lower(), lowered, n=3, cutoff=0.5)]
+        file = os.path.join(".", f"{experiment}.py")
+        near = [file] if os.path.isfile(file) else []
+        near += [lowered[name] for name in difflib.get_close_matches(experiment.lower(), lowered, n=3, cutoff=0.5)]
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
             f"no experiment is called {experiment!r}: {hint}all are: {', '.join(EXPERIMENTS)}; a study of your own is "
