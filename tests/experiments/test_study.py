@@ -102,15 +102,6 @@ def test_a_study_without_jobs(tmp_path):
         registry.select([experiment], Plan())
 
 
-def test_a_worker_of_ray_that_lacks_the_file_gets_its_text(tmp_path):
-    path = written(tmp_path)
-    experiment = registry.get(str(path))
-    source = ray_sweep._source(experiment)
-    assert source == (str(path), MINIMAL)
-    assert ray_sweep._experiment("mine", "mine", source).path == path
-    path.unlink()
-    copy = ray_sweep._experiment("mine", "mine", source)
-    assert copy.path != path
 @pytest.mark.parametrize(
     ("rows", "curves"),
     [
@@ -133,6 +124,15 @@ def test_rows_without_errors_give_a_panel_that_says_so():
     assert [text.get_text() for text in axes.texts] == ["no row has train_error or test_error"]
 
 
+def test_a_worker_of_ray_that_lacks_the_file_gets_its_text(tmp_path):
+    path = written(tmp_path)
+    experiment = registry.get(str(path))
+    source = ray_sweep._source(experiment)
+    assert source == (str(path), MINIMAL.encode())
+    assert ray_sweep._experiment("mine", "mine", source).path == path
+    path.unlink()
+    copy = ray_sweep._experiment("mine", "mine", source)
+    assert copy.path != path
     assert (copy.id, copy.jobs()) == ("mine", experiment.jobs())
 
 

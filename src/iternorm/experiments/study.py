@@ -16,7 +16,7 @@ from iternorm.experiments.evidence import curves
 from iternorm.experiments.evidence.outcomes import claim_lower, finals, over_seeds
 from iternorm.experiments.evidence.outcomes import compare as compare_errors
 from iternorm.experiments.evidence.rule import Seeds, all_of, is_above, is_below, is_lower, is_no_lower, over_parts
-from iternorm.experiments.jobs import registry
+from iternorm.experiments.jobs import mistakes, registry
 from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast, Finding, Verdict, measured
 from iternorm.experiments.jobs.registry import Context, Experiment, Plan
 from iternorm.experiments.jobs.results import Config, Result, Row
@@ -100,7 +100,7 @@ def load(path: Path) -> Experiment:
     """The study in a file.
 
     Raises:
-        ValueError: There is no such file, its name is taken, or it lacks a function.
+        ValueError: There is no such file, its name is taken, it raises, or it lacks a function.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
@@ -113,7 +113,11 @@ def load(path: Path) -> Experiment:
         raise ValueError(
             f"{path}: a study's results lie in a folder of its file's name, and {path.stem!r} is {why}: rename the file"
         )
-    module = import_file(path, "ID")
+    source = path.read_bytes()
+    with mistakes.located(path):
+        module = import_file(path)
+    # A module that was imported before is that of the file as it was then.
+    source = vars(module).setdefault("__iternorm_source__", source)
     if missing := [name for name in ("jobs", "run") if not callable(getattr(module, name, None))]:
         raise ValueError(f"{path} is no study: it has no function {' and no function '.join(missing)}")
-    return Experiment(path.stem, module, path)
+    return Experiment(path.stem, module, path, source)
