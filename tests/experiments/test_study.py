@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -103,20 +104,17 @@ def test_a_study_without_jobs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "curves"),
+    ("rows", "label", "points"),
     [
-        ([{"test_error": 60}, {"test_error": 30}], {"x": [1, 2], "y": [60, 30], "label": "row"}),
-        (
-            [{"epoch": 3, "test_error": 60}, {"epoch": 6, "test_error": 30}],
-            {"x": [3, 6], "y": [60, 30], "label": "epoch"},
-        ),
-        ([{"epoch": 3, "test_error": 60}, {"test_error": 30}], {"x": [1, 2], "y": [60, 30], "label": "row"}),
+        ([{"test_error": 60}, {"test_error": 30}], "row", [[1, 60], [2, 30]]),
+        ([{"epoch": 3, "test_error": 60}, {"epoch": 6, "test_error": 30}], "epoch", [[3, 60], [6, 30]]),
+        ([{"epoch": 3, "test_error": 60}, {"test_error": 30}], "row", [[1, 60], [2, 30]]),
     ],
 )
-def test_rows_without_epochs_are_numbered(rows, curves):
+def test_rows_without_epochs_are_numbered(rows, label, points):
     axes = plot_errors([Result("mine", {"job": "a"}, rows, 1.0, {})]).axes[0]
-    assert axes.get_xlabel() == curves["label"]
-    assert (list(axes.lines[1].get_xdata()), list(axes.lines[1].get_ydata())) == (curves["x"], curves["y"])
+    assert axes.get_xlabel() == label
+    assert np.asarray(axes.lines[1].get_xydata()).tolist() == points
 
 
 def test_rows_without_errors_give_a_panel_that_says_so():

@@ -177,7 +177,7 @@ class Experiment:
         Raises:
             ValueError: One of a study's is no configuration, or its `jobs` raised.
         """
-        found = self._made("jobs", object, plan if plan is not None else Plan())
+        found: list[Any] = self._made("jobs", object, plan if plan is not None else Plan())
         if self.path is not None:
             for config in found:
                 results.check_config(config, f"jobs() of {self.path}")
