@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from iternorm.experiments.evidence import palette
 from iternorm.experiments.jobs import ray_sweep, registry, sweep
 from iternorm.experiments.jobs.registry import Context, Plan
-from iternorm.experiments.study import Recipe, TensorSource, train
+from iternorm.experiments.study import Recipe, Result, TensorSource, plot_errors, train
 
 ROOT = Path(__file__).parents[2]
 RECIPE = Recipe("mine", "mine", "GroupNorm", 16, 0.1, 2, seed=1, momentum=0.9)
@@ -58,6 +59,7 @@ def test_jobs_and_run_are_all_it_needs(tmp_path):
         ("mine", "x = 1", r"it has no function jobs and no function run"),
         ("fig6", MINIMAL, r"'fig6' is that of an experiment of the paper: rename the file"),
         ("a b", MINIMAL, r"'a b' is no such name: rename the file"),
+        ("all", MINIMAL, r"'all' is the word for all experiments: rename the file"),
     ],
 )
 def test_files_that_are_no_studies(tmp_path, name, text, message):
@@ -65,10 +67,14 @@ def test_files_that_are_no_studies(tmp_path, name, text, message):
         registry.get(str(written(tmp_path, text, name)))
 
 
-def test_a_missing_file_and_a_forgotten_suffix(tmp_path):
-    with pytest.raises(ValueError, match=r"ID: there is no file .*none\.py"):
+def test_a_missing_file_and_a_forgotten_suffix(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^there is no file .*none\.py"):
         registry.get(str(tmp_path / "none.py"))
     with pytest.raises(ValueError, match=r"no experiment is called 'study': .*its file, \./study\.py"):
+        registry.get("study")
+    written(tmp_path, name="study")
+    with pytest.raises(ValueError, match=r"no experiment is called 'study': did you mean \./study\.py\?"):
         registry.get("study")
 
 
@@ -79,6 +85,10 @@ def test_a_missing_file_and_a_forgotten_suffix(tmp_path):
         ("'BN'", "a mapping with a name"),
         ("{'job': 'a', 'norm': print}", "plain values are needed"),
         ("{'job': 'a', 'lr': float('nan')}", "plain values are needed"),
+        ("{'job': 'a', 1: 2}", "plain values are needed, under names that are strings"),
+        ("{'job': '..'}", "a 'job' of at most 200 letters, digits and _ . = - is needed, without a dot in front"),
+        ("{'job': 'a' * 300}", "a 'job' of at most 200 letters"),
+        ("{'job': 'a/b'}", "a 'job' of at most 200 letters"),
     ],
 )
 def test_configurations_that_are_none(tmp_path, config, message):
@@ -93,11 +103,30 @@ def test_a_study_without_jobs(tmp_path):
         registry.select([experiment], Plan())
 
 
+@pytest.mark.parametrize(
+    ("rows", "label", "points"),
+    [
+        ([{"test_error": 60}, {"test_error": 30}], "row", [[1, 60], [2, 30]]),
+        ([{"epoch": 3, "test_error": 60}, {"epoch": 6, "test_error": 30}], "epoch", [[3, 60], [6, 30]]),
+        ([{"epoch": 3, "test_error": 60}, {"test_error": 30}], "row", [[1, 60], [2, 30]]),
+    ],
+)
+def test_rows_without_epochs_are_numbered(rows, label, points):
+    axes = plot_errors([Result("mine", {"job": "a"}, rows, 1.0, {})]).axes[0]
+    assert axes.get_xlabel() == label
+    assert np.asarray(axes.lines[1].get_xydata()).tolist() == points
+
+
+def test_rows_without_errors_give_a_panel_that_says_so():
+    axes = plot_errors([Result("mine", {"job": "a"}, [{"loss": 1.0}, {"test_error": None}], 1.0, {})]).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["no row has train_error or test_error"]
+
+
 def test_a_worker_of_ray_that_lacks_the_file_gets_its_text(tmp_path):
     path = written(tmp_path)
     experiment = registry.get(str(path))
     source = ray_sweep._source(experiment)
-    assert source == (str(path), MINIMAL)
+    assert source == (str(path), MINIMAL.encode())
     assert ray_sweep._experiment("mine", "mine", source).path == path
     path.unlink()
     copy = ray_sweep._experiment("mine", "mine", source)

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from iternorm.cli.terminal import errors
+from iternorm.experiments.jobs.mistakes import StudyError
 
 # The extra that brings a package the command line's verbs may miss.
 _EXTRA_OF = {"sklearn": "demo", "matplotlib": "demo", "ray": "ray"}
@@ -31,11 +32,15 @@ def with_plain_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             if os.environ.get("ITERNORM_TRACEBACK"):
                 raise
             message = str(error)
-            if isinstance(error, ModuleNotFoundError):
-                extra = _EXTRA_OF.get((error.name or "").partition(".")[0])
-                if extra is None:
+            if isinstance(error, StudyError) or isinstance(error.__cause__, StudyError):
+                message += " (ITERNORM_TRACEBACK=1 shows all)"
+            missing = error.__cause__ if isinstance(error, StudyError) else error
+            if isinstance(missing, ModuleNotFoundError):
+                extra = _EXTRA_OF.get((missing.name or "").partition(".")[0])
+                if extra is not None:
+                    message = f"this needs {missing.name}: pip install 'iternorm[{extra}]'"
+                elif missing is error:
                     raise
-                message = f"this needs {error.name}: pip install 'iternorm[{extra}]'"
             errors.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
             raise typer.Exit(2) from None
 

@@ -36,7 +36,7 @@ def plot(
                 # Those behind it may have results.
                 without.append(str(error))
                 continue
-            warn(state.unusable)
+            warn(state.unusable + state.notes)
             part = f"  ({state})" if state.missing else ""
             console.print(f"Written: {path}{part}", highlight=False, soft_wrap=True, markup=False)
     if without:

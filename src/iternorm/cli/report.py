@@ -7,7 +7,7 @@ import typer
 
 from iternorm.cli.errors import require
 from iternorm.cli.options import Results
-from iternorm.cli.terminal import tell_written
+from iternorm.cli.terminal import tell_written, warn
 
 
 def report(
@@ -27,5 +27,8 @@ def report(
 
     if not results.is_dir():
         raise ValueError(f"--results {results} is no folder: `iternorm run` makes it")
-    for path in reproduction.write(results, out, registry.get_all(experiments) if experiments else None):
+    chosen = registry.get_all(experiments) if experiments else None
+    for path in reproduction.write(results, out, chosen):
         tell_written(path)
+    for experiment in chosen or ():
+        warn(registry.survey(experiment, results).notes)

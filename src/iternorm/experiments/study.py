@@ -4,6 +4,7 @@ A study is a Python file with a function `jobs`, which gives configurations, and
 them. It may have `plot`, `compare` and `claims`: `iternorm.experiments.jobs.registry` says what each takes and returns.
 """
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from iternorm.experiments.evidence import curves
 from iternorm.experiments.evidence.outcomes import claim_lower, finals, over_seeds
 from iternorm.experiments.evidence.outcomes import compare as compare_errors
 from iternorm.experiments.evidence.rule import Seeds, all_of, is_above, is_below, is_lower, is_no_lower, over_parts
-from iternorm.experiments.jobs import registry
+from iternorm.experiments.jobs import mistakes, registry
 from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast, Finding, Verdict, measured
 from iternorm.experiments.jobs.registry import Context, Experiment, Plan
 from iternorm.experiments.jobs.results import Config, Result, Row
@@ -60,21 +61,35 @@ __all__ = [
 ]
 
 by = curves.by
+# The fields of a row that `plot_errors` draws.
+_ERRORS = ("train_error", "test_error")
 
 
 def plot_errors(results: Sequence[Result]) -> "Figure":
     """Training (solid) and test (dashed) error over epochs, a curve for each norm: what a study without `plot` shows.
 
-    Runs that differ in more than their seeds and norms are told apart by their jobs' names.
+    Runs that differ in more than their seeds and norms are told apart by their jobs' names. Rows without ``epoch`` are
+    numbered.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.8), layout="constrained")
     axes = figure.subplots()
+    rows = [row for result in results for row in result.rows]
+    if not any(row.get(field) is not None for row in rows for field in _ERRORS):
+        axes.text(0.5, 0.5, f"no row has {' or '.join(_ERRORS)}", ha="center", va="center", transform=axes.transAxes)
+        return figure
+    place = "epoch"
+    if any(row.get("epoch") is None for row in rows):
+        place = "row"
+        results = [
+            dataclasses.replace(result, rows=[{**row, "row": number} for number, row in enumerate(result.rows, 1)])
+            for result in results
+        ]
     runs = curves.by(results, "norm")
     if None in runs or any(len({run.config.get("seed", 0) for run in found}) < len(found) for found in runs.values()):
         runs = curves.by(results, "job")
-    curves.draw(axes, runs, "epoch")
+    curves.draw(axes, runs, place)
     curves.limit_errors(axes, results)
     axes.set_ylabel(curves.BOTH_ERRORS)
     axes.legend(fontsize=8)
@@ -85,15 +100,24 @@ def load(path: Path) -> Experiment:
     """The study in a file.
 
     Raises:
-        ValueError: There is no such file, its name is taken, or it lacks a function.
+        ValueError: There is no such file, its name is taken, it raises, or it lacks a function.
     """
-    taken = path.stem in registry.EXPERIMENTS
-    if taken or not re.fullmatch(r"\w[\w.-]*", path.stem):
-        why = "that of an experiment of the paper" if taken else "no such name"
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    why = "that of an experiment of the paper" if path.stem in registry.EXPERIMENTS else None
+    if path.stem == "all":
+        why = "the word for all experiments"
+    elif not re.fullmatch(r"\w[\w.-]*", path.stem):
+        why = "no such name"
+    if why is not None:
         raise ValueError(
             f"{path}: a study's results lie in a folder of its file's name, and {path.stem!r} is {why}: rename the file"
         )
-    module = import_file(path, "ID")
+    source = path.read_bytes()
+    with mistakes.located(path):
+        module = import_file(path)
+    # A module that was imported before is that of the file as it was then.
+    source = vars(module).setdefault("__iternorm_source__", source)
     if missing := [name for name in ("jobs", "run") if not callable(getattr(module, name, None))]:
         raise ValueError(f"{path} is no study: it has no function {' and no function '.join(missing)}")
-    return Experiment(path.stem, module, path)
+    return Experiment(path.stem, module, path, source)

@@ -81,10 +81,10 @@ def _import_module(name: str) -> Any:
         raise ValueError(f"MODEL_FACTORY: there is no module {error.name!r} in {looked}") from error
 
 
-def import_file(path: Path, argument: str = "MODEL_FACTORY") -> Any:
+def import_file(path: Path) -> Any:
     """Run a file that can import its neighbours: by name, and relatively where it lies in a package."""
     if not path.is_file():
-        raise ValueError(f"{argument}: there is no file {path}")
+        raise ValueError(f"MODEL_FACTORY: there is no file {path}")
     path = path.resolve()
     folder, names = path.parent, [path.stem]
     while (folder / "__init__.py").is_file():

@@ -13,6 +13,7 @@ from iternorm.experiments.evidence import blocks, pays
 from iternorm.experiments.evidence.blocks import Block, Command, Drawing, Link, Section, Table, Verdicts
 from iternorm.experiments.jobs import registry
 from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast, Verdict
+from iternorm.experiments.jobs.mistakes import StudyError
 from iternorm.experiments.jobs.registry import Experiment, State
 from iternorm.experiments.jobs.results import Result
 from iternorm.experiments.jobs.stopwatch import duration
@@ -130,6 +131,8 @@ def _section(experiment: Experiment, state: State, claims: Sequence[Claim], root
         )
     for reason in state.unusable:
         parts.append(f"Not used: {reason}.")
+    for note in state.notes:
+        parts.append(f"**Warning:** {note}.")
     if claims:
         found = ((claim.evidence if state.finished else "") or "–" for claim in claims)
         cells = ((claim.text, verdict_of(claim), what) for claim, what in zip(claims, found, strict=True))
@@ -145,7 +148,11 @@ def _section(experiment: Experiment, state: State, claims: Sequence[Claim], root
             parts.append(f"**{name}:** {text}")
     if state.finished:
         path = root / experiment.id / f"{experiment.id}.png"
-        parts.append(Drawing(experiment.plot(state.finished), path, experiment.title.rstrip(".")))
+        try:
+            parts.append(Drawing(experiment.plot(state.finished), path, experiment.title.rstrip(".")))
+        except StudyError as error:
+            # What else a study's report has is not lost with its figure.
+            parts.append(f"**The figure could not be drawn:** {error}.")
     parts.append(Command(experiment.field("Command")))
     if state.finished:
         columns = ("machine", "software", "how", "commit", "date", "runs", "time, added up")
@@ -257,7 +264,10 @@ def _origins(finished: Iterable[Result]) -> tuple[tuple[str, ...], ...]:
         where = machine.get("gpu") or f"{machine.get('cpu', 'unknown')}, {machine.get('cores', '?')} cores"
         software = f"torch {made.get('torch', {}).get('version', '?')}, iternorm {made.get('iternorm', '?')}"
         commit, _, dirty = (made.get("commit") or "unknown").partition("-")
-        key = (where, software, _how(result), commit[:10] + (" and uncommitted changes" if dirty else ""))
+        code = commit[:10] + (" and uncommitted changes" if dirty else "")
+        if study := made.get("study_file"):
+            code += f"; {study['name']} {study['sha256'][:10]}"
+        key = (where, software, _how(result), code)
         groups.setdefault(key, []).append(result)
     rows = []
     for key, group in groups.items():

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from iternorm.experiments.jobs.mistakes import StudyError
 from iternorm.experiments.jobs.stopwatch import duration
 from iternorm.experiments.jobs.sweep import Job, Outcome
 
@@ -113,18 +114,22 @@ def show(
     """
     counts: Counter[str] = Counter()
     failed: list[str] = []
+    last: Exception | None = None
     for outcome in outcomes:
         bars.ended(outcome)
         counts[outcome.what] += 1
         name = f"{outcome.experiment.id} {outcome.config['job']}"
-        if outcome.set_aside is not None:
-            errors.print(f"warning: {outcome.set_aside}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        maker = outcome.experiment.other_maker(outcome.result) if outcome.skipped and outcome.result else None
+        again = f"{name}: finished before, by another version of {maker}: remove {outcome.path} to run it again"
+        for notice in filter(None, (outcome.set_aside, maker and again)):
+            errors.print(f"warning: {notice}", style="yellow", highlight=False, markup=False, soft_wrap=True)
         if outcome.error is not None:
             # A package that is missing here is missing for every job.
-            if stop or isinstance(outcome.error, ModuleNotFoundError):
+            if stop or isinstance(_raised(outcome.error), ModuleNotFoundError):
                 raise outcome.error
             failed.append(f"{name}: {outcome.error or type(outcome.error).__name__}")
             _print_failure(outcome.error, name, errors)
+            last = outcome.error
             continue
         end = f"{outcome.result.seconds:.1f} s" if outcome.what == "ran" and outcome.result else outcome.what
         output.print(f"{outcome.path}  ({end})", highlight=False, soft_wrap=True, markup=False)
@@ -132,10 +137,16 @@ def show(
     words = [f"{number} {what}" for what, number in counts.items() if number]
     output.print(f"{len(jobs)} jobs: {', '.join(words)}", highlight=False, soft_wrap=True)
     if failed:
-        raise JobsFailedError(f"{len(failed)} of {len(jobs)} jobs failed: {'; '.join(dict.fromkeys(failed))}")
+        raise JobsFailedError(f"{len(failed)} of {len(jobs)} jobs failed: {'; '.join(dict.fromkeys(failed))}") from last
+
+
+def _raised(error: BaseException) -> BaseException:
+    """What a study raised, without the sentence about it."""
+    return error.__cause__ or error if isinstance(error, StudyError) else error
 
 
 def _print_failure(error: Exception, name: str, errors: "Console") -> None:
-    if not isinstance(error, _USER_ERRORS):
-        errors.print("".join(traceback.format_exception(error)), highlight=False, markup=False, soft_wrap=True)
+    raised = _raised(error)
+    if not isinstance(raised, _USER_ERRORS):
+        errors.print("".join(traceback.format_exception(raised)), highlight=False, markup=False, soft_wrap=True)
     errors.print(f"{name} failed", style="red", highlight=False, markup=False, soft_wrap=True)

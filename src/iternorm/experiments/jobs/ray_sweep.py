@@ -129,24 +129,25 @@ def _collect(ray: Any, reference: Any, experiment: Experiment, config: Config, r
     return sweep.conclude(experiment, Result(experiment.home, config, rows, seconds, provenance), root, taken)
 
 
-def _source(experiment: Experiment) -> tuple[str, str] | None:
-    """The path and the text of a study, which a worker may not have."""
-    path = experiment.path
-    return None if path is None else (str(path.absolute()), path.read_text(encoding="utf-8"))
+def _source(experiment: Experiment) -> tuple[str, bytes] | None:
+    """The path and the content of a study, which a worker may not have."""
+    if experiment.path is None or experiment.source is None:
+        return None
+    return str(experiment.path.absolute()), experiment.source
 
 
-def _experiment(name: str, module: str, source: tuple[str, str] | None) -> Experiment:
+def _experiment(name: str, module: str, source: tuple[str, bytes] | None) -> Experiment:
     if source is None:
         return Experiment(name, importlib.import_module(module))
-    path, text = Path(source[0]), source[1]
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+    path, content = Path(source[0]), source[1]
+    if not path.is_file() or path.read_bytes() != content:
         path = Path(tempfile.mkdtemp(prefix="iternorm-study-")) / path.name
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
     return registry.get(str(path))
 
 
 def _work(
-    module: tuple[str, str, tuple[str, str] | None],
+    module: tuple[str, str, tuple[str, bytes] | None],
     config: Config,
     root: str,
     options: Options,
@@ -161,6 +162,7 @@ def _work(
     own = not folder.is_dir()
     if own:
         folder = Path(tempfile.gettempdir()) / "iternorm-work"
+        sweep.set_other_aside(experiment, config, folder)
     last = 0.0
 
     def progress(name: str, job: str, done: int, total: int, values: dict[str, Any]) -> None:

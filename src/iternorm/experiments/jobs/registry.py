@@ -18,17 +18,20 @@ its id is the file's name. `iternorm.experiments.study` has what it is made of.
 
 import difflib
 import fnmatch
+import hashlib
 import importlib
 import inspect
+import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from iternorm.experiments.jobs import locks, results
+from iternorm.experiments.jobs import locks, mistakes, results
 from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast
 from iternorm.experiments.jobs.results import Config, Result
 
@@ -44,6 +47,8 @@ EXPERIMENTS = (
 _STUDY = "iternorm.experiments.study"
 # What the paper did not run.
 _NOT_THE_PAPERS = ("imagenette",)
+
+Kind = TypeVar("Kind")
 
 # The parts of an experiment's docstring, each from its name to the next one's.
 FIELDS = ("Reproduces", "Claim", "Command", "Cost", "The paper got", "Departures")
@@ -107,16 +112,30 @@ class Experiment:
         id: Its name.
         module: What it is made of.
         path: The file of a study; None for those of the package.
+        source: What was in that file when it was imported.
     """
 
     id: str
     module: ModuleType
     path: Path | None = None
+    source: bytes | None = field(default=None, repr=False)
 
     @property
     def home(self) -> str:
         """The folder of its results, below the root."""
         return getattr(self.module, "HOME", self.id)
+
+    @property
+    def study_file(self) -> dict[str, str] | None:
+        """The name and the digest of a study's file, for the provenance of its results."""
+        if self.path is None or self.source is None:
+            return None
+        return {"name": self.path.name, "sha256": hashlib.sha256(self.source).hexdigest()}
+
+    def other_maker(self, result: Result) -> str | None:
+        """The file that made a result, if it is another version of the study's; older results do not tell."""
+        here, made = self.study_file, result.provenance.get("study_file")
+        return made["name"] if here and made and made["sha256"] != here["sha256"] else None
 
     @property
     def is_papers(self) -> bool:
@@ -156,9 +175,9 @@ class Experiment:
         """The configurations of a plan.
 
         Raises:
-            ValueError: One of a study's is no configuration.
+            ValueError: One of a study's is no configuration, or its `jobs` raised.
         """
-        found = list(self.module.jobs(plan if plan is not None else Plan()))
+        found: list[Any] = self._made("jobs", object, plan if plan is not None else Plan())
         if self.path is not None:
             for config in found:
                 results.check_config(config, f"jobs() of {self.path}")
@@ -166,21 +185,36 @@ class Experiment:
 
     def plot(self, finished: Sequence[Result]) -> "Figure":
         """The figure, from the rows of some or all jobs."""
-        if hasattr(self.module, "plot"):
-            return self.module.plot(finished)
-        return importlib.import_module(_STUDY).plot_errors(finished)
+        with mistakes.located(self.path, "plot"):
+            drawn = getattr(self.module, "plot", None) or importlib.import_module(_STUDY).plot_errors
+            figure = drawn(finished)
+            if not hasattr(figure, "savefig"):
+                raise TypeError(f"plot() returns {figure!r}: a matplotlib figure is needed")
+            return figure
 
     def compare(self, finished: Sequence[Result]) -> list[Comparison]:
         """The paper's numbers beside ours."""
-        return list(self.module.compare(finished)) if hasattr(self.module, "compare") else []
+        return self._made("compare", Comparison, finished)
 
     def claims(self, finished: Sequence[Result]) -> list[Claim]:
         """The paper's claims, checked."""
-        return list(self.module.claims(finished)) if hasattr(self.module, "claims") else []
+        return self._made("claims", Claim, finished)
 
     def contrasts(self, finished: Sequence[Result]) -> list[Contrast]:
         """Networks trained with BN and with IterNorm."""
-        return list(self.module.contrasts(finished)) if hasattr(self.module, "contrasts") else []
+        return self._made("contrasts", Contrast, finished)
+
+    def _made(self, name: str, kind: type[Kind], given: Any) -> list[Kind]:
+        """What a function of the module returns, as a list; empty if the module has no such function."""
+        with mistakes.located(self.path, name):
+            made = getattr(self.module, name, lambda given: [])(given)
+            if not isinstance(made, Iterable):
+                raise TypeError(f"{name}() returns {made!r}: a list is needed")
+            found = list(made)
+            for each in found:
+                if not isinstance(each, kind):
+                    raise TypeError(f"{name}() gives {each!r}: a {kind.__name__} is needed")
+            return found
 
 
 def get(experiment: str) -> Experiment:
@@ -196,7 +230,9 @@ def get(experiment: str) -> Experiment:
         return importlib.import_module(_STUDY).load(Path(experiment))
     if experiment not in EXPERIMENTS:
         lowered = {name.lower(): name for name in EXPERIMENTS}
-        near = [lowered[name] for name in difflib.get_close_matches(experiment.lower(), lowered, n=3, cutoff=0.5)]
+        file = os.path.join(".", f"{experiment}.py")
+        near = [file] if os.path.isfile(file) else []
+        near += [lowered[name] for name in difflib.get_close_matches(experiment.lower(), lowered, n=3, cutoff=0.5)]
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
             f"no experiment is called {experiment!r}: {hint}all are: {', '.join(EXPERIMENTS)}; a study of your own is "
@@ -255,12 +291,14 @@ class State:
         missing: The configurations without a result.
         running: How many of the missing ones somebody works on.
         unusable: Why files that are there could not be used.
+        notes: What else a reader must know: that another version of a study made some of them.
     """
 
     finished: tuple[Result, ...]
     missing: tuple[Config, ...]
     running: int
     unusable: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -316,7 +354,13 @@ def survey(experiment: Experiment, root: Path, *, smoke: bool = False) -> State:
         plan = replace(base, seeds=seeds)
         if experiment.jobs(plan) == experiment.jobs(replace(base, seeds=seeds + 1)) or not look(plan, wanted=False):
             break
-    return State(tuple(finished), tuple(missing), running, tuple(unusable))
+    others = [name for result in finished if (name := experiment.other_maker(result))]
+    notes = [
+        f"{count} of {len(finished)} results of {experiment.id} are by another version of {name}: "
+        f"`{experiment.command}` names them"
+        for name, count in Counter(others).items()
+    ]
+    return State(tuple(finished), tuple(missing), running, tuple(unusable), tuple(notes))
 
 
 def contrasts(root: Path) -> list[Contrast]:

@@ -12,6 +12,8 @@ from typing import Any
 from iternorm.report.files import write_text_atomically
 
 FORMAT = 1
+# Of a job, in bytes: file systems take 255, and files are named by more than the job.
+_LONGEST_NAME = 200
 
 # A configuration is plain values, so that it can be digested and written; "job" is its readable name.
 Config = Mapping[str, Any]
@@ -67,11 +69,13 @@ def check_config(config: object, where: str) -> None:
     problem = None
     if not isinstance(config, Mapping) or not isinstance(config.get("job"), str):
         problem = "a mapping with a name as its 'job' is needed"
+    elif not re.fullmatch(r"[\w=-][\w.=-]*", config["job"]) or len(config["job"].encode()) > _LONGEST_NAME:
+        problem = f"a 'job' of at most {_LONGEST_NAME} letters, digits and _ . = - is needed, without a dot in front"
     else:
         try:
-            json.dumps(config, allow_nan=False)
+            json.dumps(config, allow_nan=False, sort_keys=True)
         except (TypeError, ValueError) as error:
-            problem = f"plain values are needed ({error})"
+            problem = f"plain values are needed, under names that are strings ({error})"
     if problem is not None:
         raise ValueError(f"{where} gives {config!r}: {problem}")
 

@@ -16,17 +16,20 @@ from typing import Any, Literal
 
 import torch
 
-from iternorm.experiments.jobs import locks, registry, results
+from iternorm.experiments.jobs import locks, mistakes, registry, results
 from iternorm.experiments.jobs.registry import Context, Experiment
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.experiments.jobs.stopwatch import NAME as stopwatch_file
 from iternorm.experiments.jobs.stopwatch import Stopwatch
+from iternorm.report.files import write_text_atomically
 from iternorm.report.provenance import provenance
 from iternorm.timing.threads import num_threads
 
 Job = tuple[Experiment, Config]
 # progress(experiment, job, done, total, values)
 Progress = Callable[[str, str, int, int, dict[str, Any]], None]
+# The file of a job's folder that holds the digest of the study that works there.
+_STUDY_FILE = "study.sha256"
 What = Literal["ran", "finished before", "running elsewhere", "failed"]
 
 
@@ -40,7 +43,7 @@ class Outcome:
         path: The file of its result.
         what: One of four words.
         result: The result, where there is one.
-        set_aside: Why a file that was there could not be used, and its new path.
+        set_aside: Why a file or a folder that was there could not be used, and its new path.
         error: What was raised, where it failed.
     """
 
@@ -158,6 +161,8 @@ def take(experiment: Experiment, config: Config, root: Path) -> Taken | Outcome:
             found, notice = results.load(root, experiment.home, config), None
         except results.UnusableResultError as error:
             found, notice = None, f"{error}; renamed to {results.set_aside(path).name}"
+        begun = set_other_aside(experiment, config, root) if found is None else None
+        notice = "; ".join(filter(None, (notice, begun))) or None
     except BaseException as error:
         if claim is not None:
             claim.release()
@@ -170,12 +175,27 @@ def take(experiment: Experiment, config: Config, root: Path) -> Taken | Outcome:
     return Taken(claim, notice)
 
 
+def set_other_aside(experiment: Experiment, config: Config, root: Path) -> str | None:
+    """Rename a job's folder if another version of the study's file began it, and say so: the job starts anew."""
+    folder = registry.work_folder(root, experiment.home, config)
+    try:
+        begun = (folder / _STUDY_FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    if experiment.study_file is None or begun == experiment.study_file["sha256"]:
+        return None
+    name = results.set_aside(folder).name
+    return f"{folder} was begun by another version of {experiment.path}; renamed to {name}, and the job starts anew"
+
+
 def context_for(
     experiment: Experiment, config: Config, root: Path, options: Options, progress: Progress | None
 ) -> Context:
     """What the job is given; its folder exists afterwards."""
     folder = registry.work_folder(root, experiment.home, config)
     folder.mkdir(parents=True, exist_ok=True)
+    if experiment.study_file is not None and is_first_process():
+        write_text_atomically(folder / _STUDY_FILE, experiment.study_file["sha256"])
 
     def step(done: int, total: int, **values: Any) -> None:
         if progress is not None:
@@ -198,14 +218,19 @@ def execute(experiment: Experiment, config: Config, context: Context, threads: i
     with num_threads(threads):
         try:
             # A copy: a run that changes its configuration must not change the name of its result.
-            made = experiment.module.run(copy.deepcopy(config), replace(context, step=step))
+            with mistakes.located(experiment.path, "run"):
+                made = experiment.module.run(copy.deepcopy(config), replace(context, step=step))
+                # A generator runs here, too.
+                made = list(made) if isinstance(made, Iterator) else made
             rows = results.check_rows(made, f"run() of {experiment.path or experiment.id}")
         except BaseException:
-            if context.folder.exists() and all(path.name == stopwatch_file for path in context.folder.iterdir()):
+            ours = (stopwatch_file, _STUDY_FILE)
+            if context.folder.exists() and all(path.name in ours for path in context.folder.iterdir()):
                 shutil.rmtree(context.folder)
             raise
         how = {"commit": commit, "processes": num_processes(), "compile": context.compile}
-        origin = {**provenance(context.device), **how, **context.record}
+        study = {} if experiment.study_file is None else {"study_file": experiment.study_file}
+        origin = {**provenance(context.device), **how, **context.record, **study}
         return Result(experiment.home, config, rows, stopwatch.seconds, origin)
 
 
