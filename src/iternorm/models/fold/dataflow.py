@@ -274,7 +274,7 @@ class _Recorder(TorchDispatchMode):
                 self.looked_at.add(id(value))
             return value
 
-        nn.Module.__getattr__ = noted
+        nn.Module.__getattr__ = noted  # pyright: ignore[reportAttributeAccessIssue]
         try:
             yield
         finally:
