@@ -254,7 +254,7 @@ def _origins(finished: Iterable[Result]) -> tuple[tuple[str, ...], ...]:
     for result in finished:
         made = result.provenance
         machine = made.get("machine", {})
-        where = machine.get("gpu") or f"{machine.get('cpu', 'unknown')}, {machine.get('cores', '?')} cores"
+        where = str(machine.get("gpu") or "") or f"{machine.get('cpu', 'unknown')}, {machine.get('cores', '?')} cores"
         software = f"torch {made.get('torch', {}).get('version', '?')}, iternorm {made.get('iternorm', '?')}"
         commit, _, dirty = (made.get("commit") or "unknown").partition("-")
         key = (where, software, _how(result), commit[:10] + (" and uncommitted changes" if dirty else ""))
@@ -287,10 +287,22 @@ def _how(result: Result) -> str:
 
 def _data(finished: Iterable[Result]) -> list[Block]:
     """What the folders of images held."""
-    records = {
-        f"{data['name']}: {data['classes']} classes, {data['train_images']:,} training and {data['test_images']:,} "
-        f"test images; sha256 of the list of files {data['listing_sha256'][:16]}"
-        for result in finished
-        if (data := result.provenance.get("data"))
-    }
+    records = {_described(result) for result in finished if result.provenance.get("data")}
     return [f"**Data:** {'; '.join(sorted(records))}."] if records else []
+
+
+def _described(result: Result) -> str:
+    """What a folder of images held; a study's own data may have noted less.
+
+    Example:
+        >>> _described(Result("mine", {}, [], 1.0, {"data": {"name": "pictures", "classes": 3, "test_images": 1200}}))
+        'pictures: 3 classes, 1,200 test images'
+    """
+    data = result.provenance["data"]
+    counts = {what: result.data_count(f"{split}_images") for split, what in (("train", "training"), ("test", "test"))}
+    images = " and ".join(f"{count:,} {what}" for what, count in counts.items() if count is not None)
+    classes = result.data_count("classes")
+    known = [*([f"{classes} classes"] if classes is not None else []), *([f"{images} images"] if images else [])]
+    text = f"{data.get('name', 'without a name')}: {', '.join(known) or 'not counted'}"
+    listing = data.get("listing_sha256")
+    return f"{text}; sha256 of the list of files {listing[:16]}" if isinstance(listing, str) else text

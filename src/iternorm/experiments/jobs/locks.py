@@ -66,10 +66,10 @@ def claim(path: Path) -> Claim | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody holds the claim whose file is `path`, this process included."""
+    """Whether somebody holds the claim whose file is `path`, this process included; False where it cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
+    except OSError:
         return False
     try:
         return not _lock(descriptor, path, exclusive=False)

@@ -294,7 +294,8 @@ def survey(experiment: Experiment, root: Path, *, smoke: bool = False) -> State:
             new += 1
             try:
                 result = results.load(root, experiment.home, config)
-            except results.UnusableResultError as error:
+            # One file that cannot be read keeps no other from being listed.
+            except (results.UnusableResultError, OSError) as error:
                 unusable.append(str(error))
                 result = None
             is_running = result is None and locks.is_held(lock_path(root, experiment.home, config))
