@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -262,6 +263,48 @@ def test_ray_that_is_missing_is_named_with_its_extra(invoke, monkeypatch):
     assert result.stderr == "error: this needs ray: pip install 'iternorm[ray]'\n"
 
 
+@pytest.mark.parametrize("place", ["r", "r/.work", "r/tiny"])
+def test_a_folder_of_results_that_cannot_be_written_is_said_before_the_work(invoke, tiny, monkeypatch, tmp_path, place):
+    monkeypatch.setattr(tiny_experiment, "run", lambda *_: pytest.fail("work before the folder was looked at"))
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).touch()
+    # Typer sees a file at the folder itself; below it, or where it is no plain file, it does not.
+    results = "/dev/null" if place == "r" else "r"
+    result = invoke("run", "tiny", "--results", results)
+    assert result.exit_code == 2
+    said = words(result.stderr)
+    assert said.startswith(f"error: {results}/")
+    assert f"{'/dev/null' if place == 'r' else place} is not a folder: make room, change permissions" in said
+    assert said.count("cannot be written") == 1
+
+
+def test_finished_jobs_need_no_folder_that_can_be_written(invoke, tiny, tmp_path):
+    assert invoke("run", "tiny").exit_code == 0
+    shutil.rmtree(tmp_path / "results" / ".work")
+    (tmp_path / "results" / ".work").touch()
+    assert "4 jobs: 4 finished before" in invoke("run", "tiny").stdout
+
+
+@pytest.mark.parametrize("verb", [("plot", "tiny", "--out", "file/a.png"), ("report", "--out", "file/docs")])
+def test_an_output_that_cannot_be_written_is_named_with_a_remedy(invoke, tiny, tmp_path, verb):
+    invoke("run", "tiny", "--only", "dbn")
+    (tmp_path / "file").touch()
+    result = invoke(*verb)
+    assert result.exit_code == 2
+    assert words(result.stderr).startswith("error: file/")
+    assert "cannot be written: file is not a folder: make room, change permissions" in words(result.stderr)
+    assert result.stdout == ""
+
+
+def test_a_figure_that_cannot_be_written_is_named_with_a_remedy(invoke, tiny, tmp_path):
+    invoke("run", "tiny", "--only", "dbn")
+    (tmp_path / "results" / "tiny" / "tiny.png").mkdir()
+    for verb in (("plot", "tiny"), ("report", "--out", "docs")):
+        result = invoke(*verb)
+        assert result.exit_code == 2
+        assert "results/tiny/tiny.png cannot be written: Is a directory: make room" in words(result.stderr)
+
+
 def test_report_writes_two_files_and_the_figures(invoke, tiny, tmp_path):
     invoke("run", "tiny")
     result = invoke("report", "--out", "d")
@@ -278,6 +321,7 @@ def test_report_writes_two_files_and_the_figures(invoke, tiny, tmp_path):
         (["run", "fig4", "fig55"], "did you mean fig5"),
         (["plot", "zebra"], "all are: fig1"),
         (["plot", "fig1"], "fig1: none of 1 results is in results: make them with `iternorm run fig1`"),
+        (["plot", "fig1", "--smoke", "--results", "a b"], "them with `iternorm run fig1 --smoke --results 'a b'`"),
         (["plot", "fig1", "fig2", "--out", "x.png"], "one file, for one experiment"),
         (["report", "--results", "reslts"], "--results reslts is no folder: `iternorm run` makes it"),
         (["run", "fig4", "--only", "zz"], "--only 'zz' selects no job: the names are d2, d4"),

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from iternorm.cli.errors import require
+from iternorm.cli.errors import check_outputs, require
 from iternorm.cli.options import Data, Experiments, Results, Smoke, data_folder
 from iternorm.cli.terminal import console, warn
 
@@ -27,6 +27,7 @@ def plot(
     chosen = registry.get_all(experiments)
     if out is not None and len(chosen) > 1:
         raise ValueError(f"--out {out} is one file, for one experiment: {len(chosen)} are given")
+    check_outputs(out)
     without: list[str] = []
     with data_folder(data):
         for experiment in chosen:

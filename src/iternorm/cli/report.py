@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from iternorm.cli.errors import require
+from iternorm.cli.errors import check_outputs, require
 from iternorm.cli.options import Results
 from iternorm.cli.terminal import tell_written
 
@@ -27,5 +27,6 @@ def report(
 
     if not results.is_dir():
         raise ValueError(f"--results {results} is no folder: `iternorm run` makes it")
+    check_outputs(out / "reproduction.md")
     for path in reproduction.write(results, out, registry.get_all(experiments) if experiments else None):
         tell_written(path)

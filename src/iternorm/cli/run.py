@@ -62,6 +62,8 @@ def run(
     # The small size takes real data where they are, so the folder decides which jobs there are.
     with data_folder(data), progress_bar(TextColumn("{task.fields[values]}"), disable=silent) as progress:
         jobs = registry.select(chosen, plan, only or ())
+        if not silent:
+            sweep.check_folders(jobs, results)
         log = Console(quiet=True) if silent else errors
         bars = screen.Bars(progress, jobs) if log.is_terminal else screen.Lines(log)
         if ray is not None:

@@ -338,6 +338,6 @@ def test_atomic_write_is_what_results_use(tmp_path, monkeypatch):
     monkeypatch.setattr(
         results, "write_text_atomically", lambda path, text: seen.append(write_text_atomically(path, text))
     )
-    results.save(tmp_path, results.Result("x", config, [], 0.0, {}))
+    results.save(tmp_path, results.Result("x", config, [{}], 0.0, {}))
     assert seen == [results.result_path(tmp_path, "x", config)]
-    assert results.load(tmp_path, "x", config).rows == []
+    assert results.load(tmp_path, "x", config).rows == [{}]

@@ -16,7 +16,7 @@ from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast, Verd
 from iternorm.experiments.jobs.registry import Experiment, State
 from iternorm.experiments.jobs.results import Result
 from iternorm.experiments.jobs.stopwatch import duration
-from iternorm.report.files import write_text_atomically
+from iternorm.report.files import write_text_atomically, writing
 
 _TITLE = "The paper's figures and tables, reproduced"
 _SUBTITLE = "Huang et al., Iterative Normalization, CVPR 2019"
@@ -58,8 +58,9 @@ def write(root: Path, folder: Path, experiments: Sequence[Experiment] | None = N
     for section in sections:
         for block in section.blocks:
             if isinstance(block, Drawing):
-                block.path.parent.mkdir(parents=True, exist_ok=True)
-                block.figure.savefig(block.path, dpi=110)
+                with writing(block.path):
+                    block.path.parent.mkdir(parents=True, exist_ok=True)
+                    block.figure.savefig(block.path, dpi=110)
     subtitle = _SUBTITLE if experiments is None else ""
     return [
         write_text_atomically(folder / f"{name}.md", blocks.markdown(title, summary, sections, folder)),

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from iternorm.experiments.jobs import locks, results
 from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast
 from iternorm.experiments.jobs.results import Config, Result
+from iternorm.report.files import writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -335,12 +336,16 @@ def draw(experiment: Experiment, root: Path, *, smoke: bool = False, out: Path |
     state = survey(experiment, root, smoke=smoke)
     if not state.finished:
         command = experiment.command + (" --smoke" if smoke else "")
+        if root != Path("results"):
+            command += f" --results {shlex.quote(str(root))}"
         broken = f" ({'; '.join(state.unusable)})" if state.unusable else ""
         raise NothingFinishedError(
             f"{experiment.id}: none of {state.total} results is in {root}{broken}: make them with `{command}`"
         )
     name = experiment.id + ("-smoke" if smoke else "")
     path = out if out is not None else root / experiment.id / f"{name}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    experiment.plot(state.finished).savefig(path, dpi=110)
+    figure = experiment.plot(state.finished)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
     return path, state
