@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 import sys
+import warnings
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -153,6 +154,19 @@ def test_a_package_that_a_job_misses_is_named_with_its_extra(invoke, tiny, monke
     assert "error: this needs accelerate: pip install 'iternorm[experiments]'" in words(result.stderr)
 
 
+def test_a_warning_of_a_job_is_one_line(invoke, tiny, monkeypatch):
+    def run(config, context):
+        warnings.warn("the checkpoint is damaged", stacklevel=2)
+        return [{"value": 1}]
+
+    monkeypatch.setattr(tiny_experiment, "run", run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        result = invoke("run", "tiny", "--only", "dbn")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == "warning: the checkpoint is damaged\n"
+
+
 def test_an_interrupt_says_how_to_go_on(invoke, tiny, monkeypatch):
     def run(config, context):
         (context.folder / "checkpoint").touch()
@@ -174,6 +188,7 @@ def test_data_and_options_reach_the_job(invoke, tiny, monkeypatch, tmp_path):
 
     monkeypatch.setattr(tiny_experiment, "run", run)
     monkeypatch.setenv("ITERNORM_DATA", "before")
+    (tmp_path / "d").mkdir()
     arguments = ("--only", "dbn", "--data", "d", "--tensorboard", "--compile", "--results", "r")
     assert invoke("run", "tiny", *arguments).exit_code == 0
     name = results.result_path(tmp_path, "tiny", tiny.jobs()[1]).stem
@@ -319,6 +334,11 @@ def test_report_writes_two_files_and_the_figures(invoke, tiny, tmp_path):
     [
         (["run", "fig44"], "did you mean fig4"),
         (["run", "fig4", "fig55"], "did you mean fig5"),
+        (
+            ["run", "fig3", "--smoke", "--data", "nowhere"],
+            "--data nowhere does not exist: name the folder of data sets",
+        ),
+        (["ls", "--data", "nowhere"], "--data nowhere does not exist"),
         (["plot", "zebra"], "all are: fig1"),
         (["plot", "fig1"], "fig1: none of 1 results is in results: make them with `iternorm run fig1`"),
         (["plot", "fig1", "--smoke", "--results", "a b"], "them with `iternorm run fig1 --smoke --results 'a b'`"),

@@ -19,6 +19,7 @@ with_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not insta
 @pytest.mark.slow
 def test_jobs_run_on_two_workers_and_the_driver_writes_their_results(tmp_path):
     root = tmp_path / "r"
+    (tmp_path / "d").mkdir()
     jobs = registry.select([TINY], Plan(seeds=2))
     list(sweep.run(jobs[:1], root))
     # Two jobs are under way before one may end; one fails, one is claimed by this process.
