@@ -201,4 +201,4 @@ def test_a_command_can_be_pasted_whatever_the_folder_is_called(tmp_path):
     with pytest.raises(ValueError, match="make them with `iternorm run ") as raised:
         registry.draw(registry.get(str(path)), tmp_path / "results", smoke=True)
     command = str(raised.value).split("`")[1]
-    assert shlex.split(command) == ["iternorm", "run", str(path), "--smoke"]
+    assert shlex.split(command) == ["iternorm", "run", str(path), "--smoke", "--results", str(tmp_path / "results")]

@@ -86,7 +86,7 @@ def test_survey_finds_results_of_the_other_device(seeded, tmp_path):
 
 
 def test_nothing_to_draw_is_named(seeded, tmp_path):
-    with pytest.raises(ValueError, match=r"seeded: none of 4 results is in .*`iternorm run seeded`"):
+    with pytest.raises(ValueError, match=r"seeded: none of 4 results is in .*`iternorm run seeded --results .*`"):
         registry.draw(seeded, tmp_path)
 
 

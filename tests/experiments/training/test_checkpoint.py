@@ -145,7 +145,7 @@ def test_one_that_is_damaged_is_set_aside(tmp_path, name):
         {"sha256": ["x"]},
         {"sha256": None},
         {"sha256": {}},
-        {"sha256": {name: "x" for name in FILES}},
+        {"sha256": dict.fromkeys(FILES, "x")},
         {"rows": [1, 2]},
         {"recipe": ["x"]},
         {"rows": [math.nan]},

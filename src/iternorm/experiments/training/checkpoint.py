@@ -203,8 +203,9 @@ def _read(path: Path, recipe: Recipe) -> Checkpoint:
 
 def _check_digests(path: Path, state: dict[str, Any]) -> None:
     written = state.get("sha256")
-    without = [name for name in _FILES if not isinstance(written, dict) or name not in written]
-    if without:
+    if not isinstance(written, dict):
+        written = {}
+    if without := [name for name in _FILES if name not in written]:
         raise _UnusableError(f"the checkpoint {path} is not complete (no digest of {', '.join(without)})")
     others = {name: digest for name, digest in written.items() if name != _STATE}
     found = {name: _digest(path / name) for name in (_WEIGHTS, _MOMENTUM)}
