@@ -16,7 +16,7 @@ from pathlib import Path
 
 from iternorm import bench
 from iternorm.experiments.evidence import pays
-from iternorm.experiments.jobs import registry
+from iternorm.experiments.jobs import overview
 
 
 def markdown(result: dict, *, short: bool = False) -> str:
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the markdown between its markers")
     arguments = parser.parse_args()
     if arguments.result.is_dir():
-        content = pays.markdown(pays.rows(registry.contrasts(arguments.result))[0])
+        content = pays.markdown(pays.rows(overview.contrasts(arguments.result))[0])
     else:
         result = json.loads(arguments.result.read_text(encoding="utf-8"))
         content = bench.gpu.markdown_targets(result) if arguments.targets else markdown(result, short=arguments.short)

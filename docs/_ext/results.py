@@ -23,7 +23,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from iternorm.experiments.evidence import pays, reproduction
 from iternorm.experiments.evidence.blocks import Table, markdown_table
-from iternorm.experiments.jobs import registry
+from iternorm.experiments.jobs import overview, registry
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMINGS = ROOT / "benchmarks" / "results"
@@ -109,7 +109,7 @@ def _steps() -> Iterator[tuple[str, Callable[[tuple[str, str, str]], Any]]]:
 
 def does_it_pay() -> str:
     """The short table of the evidence."""
-    return pays.markdown(pays.rows(registry.contrasts(ROOT / "results"))[0])
+    return pays.markdown(pays.rows(overview.contrasts(ROOT / "results"))[0])
 
 
 def claims(*experiments: str, only: str = "") -> str:
@@ -117,7 +117,7 @@ def claims(*experiments: str, only: str = "") -> str:
     rows = []
     for name in experiments:
         experiment = registry.get(name)
-        finished = registry.survey(experiment, ROOT / "results").finished
+        finished = overview.survey(experiment, ROOT / "results").finished
         rows += [
             (claim.text, reproduction.verdict_of(claim), claim.evidence or "–")
             for claim in experiment.claims(finished)
@@ -131,7 +131,7 @@ def numbers(*experiments: str, only: str = "", without: str = "\n") -> str:
     found = []
     for name in experiments:
         experiment = registry.get(name)
-        finished = registry.survey(experiment, ROOT / "results").finished
+        finished = overview.survey(experiment, ROOT / "results").finished
         found += [
             number
             for number in experiment.compare(finished)

@@ -124,14 +124,15 @@ def test_analyze_takes_a_model_in_place_of_a_function(invoke):
     ("arguments", "message"),
     [
         (["--device", "tpu"], "error: device='tpu' is not known to torch: use 'cpu' or 'cuda'\n"),
-        (["--html", "nets.py/a.html"], "error: nets.py/a.html cannot be written: nets.py is not a folder\n"),
-        (["--json", "nets.py/x/a.json"], "error: nets.py/x/a.json cannot be written: nets.py is not a folder\n"),
+        (["--html", "nets.py/a.html"], "error: nets.py/a.html cannot be written: nets.py is not a folder: "),
+        (["--json", "nets.py/x/a.json"], "error: nets.py/x/a.json cannot be written: nets.py is not a folder: "),
     ],
 )
 def test_what_cannot_end_well_is_said_before_any_work(invoke, tmp_path, arguments, message):
     before = sorted(tmp_path.iterdir())
     result = invoke("analyze", "nets.py:work", "--data", "digits", *arguments)
-    assert (result.exit_code, result.stderr) == (2, message)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
     assert sorted(tmp_path.iterdir()) == before
 
 

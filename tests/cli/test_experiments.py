@@ -2,7 +2,9 @@
 
 import io
 import os
+import shutil
 import sys
+import warnings
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 
 from iternorm import cli
 from iternorm.experiments.data import datasets as data
-from iternorm.experiments.jobs import console, locks, ray_sweep, registry, results, sweep
+from iternorm.experiments.jobs import console, locks, overview, ray_sweep, registry, results, sweep
 from iternorm.experiments.jobs.registry import Experiment
 from iternorm.timing.threads import num_threads
 
@@ -152,6 +154,19 @@ def test_a_package_that_a_job_misses_is_named_with_its_extra(invoke, tiny, monke
     assert "error: this needs accelerate: pip install 'iternorm[experiments]'" in words(result.stderr)
 
 
+def test_a_warning_of_a_job_is_one_line(invoke, tiny, monkeypatch):
+    def run(config, context):
+        warnings.warn("the checkpoint is damaged", stacklevel=2)
+        return [{"value": 1}]
+
+    monkeypatch.setattr(tiny_experiment, "run", run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        result = invoke("run", "tiny", "--only", "dbn")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == "warning: the checkpoint is damaged\n"
+
+
 def test_an_interrupt_says_how_to_go_on(invoke, tiny, monkeypatch):
     def run(config, context):
         (context.folder / "checkpoint").touch()
@@ -161,7 +176,7 @@ def test_an_interrupt_says_how_to_go_on(invoke, tiny, monkeypatch):
     result = invoke("run", "tiny")
     assert result.exit_code == 130
     assert "the same command goes on from the last checkpoint" in words(result.stderr)
-    assert registry.survey(tiny, Path("results")).running == 0
+    assert overview.survey(tiny, Path("results")).running == 0
 
 
 def test_data_and_options_reach_the_job(invoke, tiny, monkeypatch, tmp_path):
@@ -173,6 +188,7 @@ def test_data_and_options_reach_the_job(invoke, tiny, monkeypatch, tmp_path):
 
     monkeypatch.setattr(tiny_experiment, "run", run)
     monkeypatch.setenv("ITERNORM_DATA", "before")
+    (tmp_path / "d").mkdir()
     arguments = ("--only", "dbn", "--data", "d", "--tensorboard", "--compile", "--results", "r")
     assert invoke("run", "tiny", *arguments).exit_code == 0
     name = results.result_path(tmp_path, "tiny", tiny.jobs()[1]).stem
@@ -262,6 +278,48 @@ def test_ray_that_is_missing_is_named_with_its_extra(invoke, monkeypatch):
     assert result.stderr == "error: this needs ray: pip install 'iternorm[ray]'\n"
 
 
+@pytest.mark.parametrize("place", ["r", "r/.work", "r/tiny"])
+def test_a_folder_of_results_that_cannot_be_written_is_said_before_the_work(invoke, tiny, monkeypatch, tmp_path, place):
+    monkeypatch.setattr(tiny_experiment, "run", lambda *_: pytest.fail("work before the folder was looked at"))
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).touch()
+    # Typer sees a file at the folder itself; below it, or where it is no plain file, it does not.
+    results = "/dev/null" if place == "r" else "r"
+    result = invoke("run", "tiny", "--results", results)
+    assert result.exit_code == 2
+    said = words(result.stderr)
+    assert said.startswith(f"error: {results}/")
+    assert f"{'/dev/null' if place == 'r' else place} is not a folder: make room, change permissions" in said
+    assert said.count("cannot be written") == 1
+
+
+def test_finished_jobs_need_no_folder_that_can_be_written(invoke, tiny, tmp_path):
+    assert invoke("run", "tiny").exit_code == 0
+    shutil.rmtree(tmp_path / "results" / ".work")
+    (tmp_path / "results" / ".work").touch()
+    assert "4 jobs: 4 finished before" in invoke("run", "tiny").stdout
+
+
+@pytest.mark.parametrize("verb", [("plot", "tiny", "--out", "file/a.png"), ("report", "--out", "file/docs")])
+def test_an_output_that_cannot_be_written_is_named_with_a_remedy(invoke, tiny, tmp_path, verb):
+    invoke("run", "tiny", "--only", "dbn")
+    (tmp_path / "file").touch()
+    result = invoke(*verb)
+    assert result.exit_code == 2
+    assert words(result.stderr).startswith("error: file/")
+    assert "cannot be written: file is not a folder: make room, change permissions" in words(result.stderr)
+    assert result.stdout == ""
+
+
+def test_a_figure_that_cannot_be_written_is_named_with_a_remedy(invoke, tiny, tmp_path):
+    invoke("run", "tiny", "--only", "dbn")
+    (tmp_path / "results" / "tiny" / "tiny.png").mkdir()
+    for verb in (("plot", "tiny"), ("report", "--out", "docs")):
+        result = invoke(*verb)
+        assert result.exit_code == 2
+        assert "results/tiny/tiny.png cannot be written: Is a directory: make room" in words(result.stderr)
+
+
 def test_report_writes_two_files_and_the_figures(invoke, tiny, tmp_path):
     invoke("run", "tiny")
     result = invoke("report", "--out", "d")
@@ -276,8 +334,14 @@ def test_report_writes_two_files_and_the_figures(invoke, tiny, tmp_path):
     [
         (["run", "fig44"], "did you mean fig4"),
         (["run", "fig4", "fig55"], "did you mean fig5"),
+        (
+            ["run", "fig3", "--smoke", "--data", "nowhere"],
+            "--data nowhere does not exist: name the folder of data sets",
+        ),
+        (["ls", "--data", "nowhere"], "--data nowhere does not exist"),
         (["plot", "zebra"], "all are: fig1"),
         (["plot", "fig1"], "fig1: none of 1 results is in results: make them with `iternorm run fig1`"),
+        (["plot", "fig1", "--smoke", "--results", "a b"], "them with `iternorm run fig1 --smoke --results 'a b'`"),
         (["plot", "fig1", "fig2", "--out", "x.png"], "one file, for one experiment"),
         (["report", "--results", "reslts"], "--results reslts is no folder: `iternorm run` makes it"),
         (["run", "fig4", "--only", "zz"], "--only 'zz' selects no job: the names are d2, d4"),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from iternorm.experiments.evidence import palette
-from iternorm.experiments.jobs import ray_sweep, registry, sweep
+from iternorm.experiments.jobs import overview, ray_sweep, registry, sweep
 from iternorm.experiments.jobs.registry import Context, Plan
 from iternorm.experiments.study import Recipe, Result, TensorSource, plot_errors, train
 
@@ -46,7 +46,7 @@ def test_jobs_and_run_are_all_it_needs(tmp_path):
     outcomes = list(sweep.run(registry.select([experiment], Plan(seeds=2)), tmp_path / "r"))
     assert [outcome.what for outcome in outcomes] == ["ran"] * 4
     assert all(outcome.skipped for outcome in sweep.run(registry.select([experiment], Plan()), tmp_path / "r"))
-    drawn, state = registry.draw(experiment, tmp_path / "r")
+    drawn, state = overview.draw(experiment, tmp_path / "r")
     assert drawn.stat().st_size > 5000
     assert len(state.finished) == 4
     assert len(experiment.plot(state.finished).axes[0].lines) == 4
@@ -228,6 +228,6 @@ def test_a_command_can_be_pasted_whatever_the_folder_is_called(tmp_path):
     path = written(folder)
     assert shlex.split(registry.get(str(path)).field("Command")) == ["iternorm", "run", str(path)]
     with pytest.raises(ValueError, match="make them with `iternorm run ") as raised:
-        registry.draw(registry.get(str(path)), tmp_path / "results", smoke=True)
+        overview.draw(registry.get(str(path)), tmp_path / "results", smoke=True)
     command = str(raised.value).split("`")[1]
-    assert shlex.split(command) == ["iternorm", "run", str(path), "--smoke"]
+    assert shlex.split(command) == ["iternorm", "run", str(path), "--smoke", "--results", str(tmp_path / "results")]

@@ -8,7 +8,7 @@ import pytest
 from sweeps import swept
 
 from iternorm.experiments.evidence import reproduction
-from iternorm.experiments.jobs import registry
+from iternorm.experiments.jobs import overview, registry
 
 STUDY = """
 def jobs(plan):
@@ -79,14 +79,14 @@ def test_results_of_another_version_are_counted_and_told_apart(tmp_path):
     pytest.importorskip("matplotlib")
     first, root = study(tmp_path), tmp_path / "r"
     list(swept(first, root))
-    assert registry.survey(first, root).notes == ()
+    assert overview.survey(first, root).notes == ()
     assert first.study_file["sha256"][:10] in _report(first, root, tmp_path)
     edited = study(tmp_path, EDITED)
     (root / "mine" / next(swept(first, root)).path.name).unlink()
     assert [outcome.what for outcome in swept(edited, root)] == ["ran", "finished before"]
     note = f"1 of 2 results of mine are by another version of mine.py: `{edited.command}` names them"
-    assert registry.survey(edited, root).notes == (note,)
-    assert registry.draw(edited, root)[1].notes == (note,)
+    assert overview.survey(edited, root).notes == (note,)
+    assert overview.draw(edited, root)[1].notes == (note,)
     text = _report(edited, root, tmp_path)
     assert f"**Warning:** {note}." in text
     for experiment in (first, edited):
@@ -96,15 +96,15 @@ def test_results_of_another_version_are_counted_and_told_apart(tmp_path):
 def test_a_study_of_the_same_name_in_another_folder_is_another_version(tmp_path):
     root = tmp_path / "r"
     list(swept(study(tmp_path / "a"), root))
-    assert registry.survey(study(tmp_path / "b"), root).notes == ()
-    assert len(registry.survey(study(tmp_path / "b", EDITED), root).notes) == 1
+    assert overview.survey(study(tmp_path / "b"), root).notes == ()
+    assert len(overview.survey(study(tmp_path / "b", EDITED), root).notes) == 1
 
 
 def test_results_that_do_not_tell_are_taken(tmp_path):
     experiment, root = study(tmp_path), tmp_path / "r"
     for outcome in swept(experiment, root):
         outcome.path.write_text(outcome.path.read_text().replace("study_file", "before"))
-    assert registry.survey(study(tmp_path, EDITED), root).notes == ()
+    assert overview.survey(study(tmp_path, EDITED), root).notes == ()
 
 
 def test_the_command_line_warns(tmp_path):

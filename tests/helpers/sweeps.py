@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from iternorm.experiments.jobs import registry, sweep
+from iternorm.experiments.jobs import overview, registry, sweep
 from iternorm.experiments.jobs.registry import Plan
 
 
@@ -11,5 +11,5 @@ def swept(experiment, root, plan=None, **options) -> Any:
 
 
 def counted(experiment, root):
-    state = registry.survey(experiment, root)
+    state = overview.survey(experiment, root)
     return len(state.finished), state.total

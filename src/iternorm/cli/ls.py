@@ -23,13 +23,13 @@ def ls(
     """List the experiments, one for each figure and table of the paper, and how much of each is done here."""
     from rich.table import Table
 
-    from iternorm.experiments.jobs import registry
+    from iternorm.experiments.jobs import overview, registry
 
     table = Table("id", "what", "cost", "results", box=None, pad_edge=False)
     warnings: list[str] = []
     with data_folder(data):
         for experiment in registry.get_all(experiments or ["all"]):
-            state = registry.survey(experiment, results, smoke=smoke)
+            state = overview.survey(experiment, results, smoke=smoke)
             warnings += state.unusable + state.notes
             table.add_row(experiment.id, experiment.title.rstrip("."), experiment.cost, str(state))
     warn(warnings)

@@ -47,7 +47,15 @@ Data = Annotated[
 
 @contextmanager
 def data_folder(folder: Path | None) -> Iterator[None]:
-    """ITERNORM_DATA in the environment, for a while, where there is a folder."""
+    """ITERNORM_DATA in the environment, for a while, where there is a folder.
+
+    Raises:
+        ValueError: The folder does not exist.
+    """
+    if folder is not None and not folder.exists():
+        raise ValueError(
+            f"--data {folder} does not exist: name the folder of data sets, or make it, and what can be downloaded is"
+        )
     before = os.environ.get("ITERNORM_DATA")
     if folder is not None:
         os.environ["ITERNORM_DATA"] = str(folder.absolute())

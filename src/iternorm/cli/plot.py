@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from iternorm.cli.errors import require
+from iternorm.cli.errors import check_outputs, require
 from iternorm.cli.options import Data, Experiments, Results, Smoke, data_folder
 from iternorm.cli.terminal import console, warn
 
@@ -22,17 +22,18 @@ def plot(
 ) -> None:
     """Draw an experiment's figure from the results that are there."""
     require("matplotlib")
-    from iternorm.experiments.jobs import registry
+    from iternorm.experiments.jobs import overview, registry
 
     chosen = registry.get_all(experiments)
     if out is not None and len(chosen) > 1:
         raise ValueError(f"--out {out} is one file, for one experiment: {len(chosen)} are given")
+    check_outputs(out)
     without: list[str] = []
     with data_folder(data):
         for experiment in chosen:
             try:
-                path, state = registry.draw(experiment, results, smoke=smoke, out=out)
-            except registry.NothingFinishedError as error:
+                path, state = overview.draw(experiment, results, smoke=smoke, out=out)
+            except overview.NothingFinishedError as error:
                 # Those behind it may have results.
                 without.append(str(error))
                 continue

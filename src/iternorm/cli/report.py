@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from iternorm.cli.errors import require
+from iternorm.cli.errors import check_outputs, require
 from iternorm.cli.options import Results
 from iternorm.cli.terminal import tell_written, warn
 
@@ -23,12 +23,13 @@ def report(
     """Write the report: the paper's claims and numbers beside ours, for every figure and table."""
     require("matplotlib")
     from iternorm.experiments.evidence import reproduction
-    from iternorm.experiments.jobs import registry
+    from iternorm.experiments.jobs import overview, registry
 
     if not results.is_dir():
         raise ValueError(f"--results {results} is no folder: `iternorm run` makes it")
+    check_outputs(out / "reproduction.md")
     chosen = registry.get_all(experiments) if experiments else None
     for path in reproduction.write(results, out, chosen):
         tell_written(path)
     for experiment in chosen or ():
-        warn(registry.survey(experiment, results).notes)
+        warn(overview.survey(experiment, results).notes)

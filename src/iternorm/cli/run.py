@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 
 from iternorm.cli.errors import require
 from iternorm.cli.options import Data, Device, Experiments, Results, Smoke, data_folder
-from iternorm.cli.terminal import console, errors, progress_bar
+from iternorm.cli.terminal import console, errors, plain_warnings, progress_bar
 
 
 class OptionalAddress(TyperCommand):
@@ -59,9 +59,12 @@ def run(
     # Where both are one terminal, lines have to pass through the console that draws the bars.
     output = errors if console.is_terminal and errors.is_terminal else console
     output = Console(quiet=True) if silent else output
+    bar = progress_bar(TextColumn("{task.fields[values]}"), disable=silent)
     # The small size takes real data where they are, so the folder decides which jobs there are.
-    with data_folder(data), progress_bar(TextColumn("{task.fields[values]}"), disable=silent) as progress:
+    with data_folder(data), plain_warnings(), bar as progress:
         jobs = registry.select(chosen, plan, only or ())
+        if not silent:
+            sweep.check_folders(jobs, results)
         log = Console(quiet=True) if silent else errors
         bars = screen.Bars(progress, jobs) if log.is_terminal else screen.Lines(log)
         if ray is not None:

@@ -1,6 +1,8 @@
 """Where the command line writes: results to stdout, errors and progress to stderr."""
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -29,6 +31,14 @@ def warn(reasons: Iterable[str]) -> None:
     # Experiments that share results share what is wrong with them.
     for reason in dict.fromkeys(reasons):
         errors.print(f"warning: {reason}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Print Python's warnings as `warn` does, without the line of code that gave them."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: warn([str(message)])
+        yield
 
 
 def tell_written(path: Path) -> None:

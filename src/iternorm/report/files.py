@@ -2,7 +2,25 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What fails in the block is an error that names `path` and a remedy.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written: {error.strerror or error}: make room, change permissions or move away what is "
+            "there, or name another folder"
+        ) from error
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
@@ -12,16 +30,14 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         OSError: It cannot.
     """
     target = Path(path)
-    folder = target.parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir():
-        raise NotADirectoryError(f"{target} cannot be written: {folder} is not a folder")
-    try:
+    with writing(target):
+        folder = target.parent
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is not a folder")
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise OSError(f"{target} cannot be written: {error.strerror} in {folder.absolute()}") from error
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> Path:

@@ -101,7 +101,9 @@ def test_available_tells_whether_all_files_are_there(published):
 
 def test_a_missing_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("ITERNORM_DATA", str(tmp_path / "typo"))
-    with pytest.raises(ValueError, match=r"ITERNORM_DATA is .*typo, which does not exist: make this folder"):
+    with pytest.raises(
+        ValueError, match=r"\(--data or ITERNORM_DATA\) is .*typo, which does not exist: make .* holds mnist/, "
+    ):
         data.load("mnist")
     assert not (tmp_path / "typo").exists()
     with pytest.raises(ValueError, match=r"the data folder is .*other, which does not exist"):

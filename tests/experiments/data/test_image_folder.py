@@ -283,7 +283,10 @@ def folder_of(root, layout):
             {**{f"train/{name}": ["0.jpg"] for name in "abcde"}, "val/a": ["0.jpg"]},
             r"differ: b, c, d, ... only in train/\. Both",
         ),
-        ({"train/a": ["0.jpg"], "train/b": [], "val/a": ["0.jpg"], "val/b": []}, r"train/b holds no images"),
+        (
+            {"train/a": ["0.jpg"], "train/b": [], "val/a": ["0.jpg"], "val/b": []},
+            r"train/b holds no images \(.*\): put some there, or remove b/ from both",
+        ),
     ],
 )
 def test_folders_that_are_not_imagenets(tmp_path, layout, expected):
@@ -300,7 +303,7 @@ def test_a_missing_folder(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"data='pictures' of a recipe: known are .*, and folders of images"):
         open_source(recipe(), "cpu", folder=tmp_path)
     monkeypatch.setenv("ITERNORM_DATA", str(tmp_path / "typo"))
-    with pytest.raises(ValueError, match=r"ITERNORM_DATA is .*typo, which does not exist"):
+    with pytest.raises(ValueError, match=r"\(--data or ITERNORM_DATA\) is .*typo, which does not exist"):
         open_source(recipe("imagenet"), "cpu")
     (tmp_path / "typo" / "holidays").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"holds other things \(holidays\)"):
@@ -316,6 +319,16 @@ def test_odd_names_and_other_files(tmp_path):
     source = open_source(recipe(batch_size=2), "cpu", folder=tmp_path, num_workers=0)
     assert (source.num_classes, source.num_train) == (2, 2)
     assert len(list(source.train_batches(0))) == 1
+
+
+def test_a_folder_with_an_images_name_is_no_image_and_a_link_to_nothing_is_named(tmp_path):
+    folder_of(tmp_path / "pictures", {"train/a": ["0.jpg"], "val/a": ["0.jpg"]})
+    (tmp_path / "pictures" / "val" / "a" / "dir.jpg").mkdir()
+    assert open_source(recipe(batch_size=1), "cpu", folder=tmp_path, num_workers=0).num_test == 1
+    link = tmp_path / "pictures" / "val" / "a" / "1.jpg"
+    link.symlink_to(tmp_path / "gone.jpg")
+    with pytest.raises(ValueError, match=r"val/a/1.jpg leads to no file: repair the link or remove it"):
+        open_source(recipe(batch_size=1), "cpu", folder=tmp_path)
 
 
 def test_too_many_are_asked_for(made):

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from iternorm.experiments.evidence import pays
-from iternorm.experiments.jobs import registry
+from iternorm.experiments.jobs import overview, registry
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Result
 from iternorm.experiments.paper import fig6, imagenette
@@ -74,5 +74,5 @@ def test_the_markdown_is_a_table():
 
 def test_the_readme_has_the_table_of_the_committed_results():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    found, _ = pays.rows(registry.contrasts(ROOT / "results"))
+    found, _ = pays.rows(overview.contrasts(ROOT / "results"))
     assert f"<!-- bench:results -->\n\n{pays.markdown(found)}\n\n<!-- /bench -->" in text, "write it again: make report"

@@ -183,6 +183,13 @@ def test_how_a_result_was_made_is_told_where_it_is_known(tiny, tmp_path):
     )
 
 
+@pytest.mark.parametrize("counts", [{}, {"test_images": "many", "classes": None, "listing_sha256": 1}])
+def test_data_that_noted_less_are_told_as_far_as_known(tiny, tmp_path, counts):
+    save(tmp_path / "r", tiny, 1, made={**MADE, "data": {"name": "pictures", "train_images": 1200, **counts}})
+    text, _ = written(tmp_path / "r", tmp_path / "docs")
+    assert "**Data:** pictures: 1,200 training images." in text
+
+
 def test_a_column_that_would_be_empty_is_left_out():
     numbers = [Comparison("a", "", (1.0,)), Comparison("b", "", ())]
     assert reproduction.numbers(numbers).columns == ("number", "ours", "n")

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from iternorm.experiments.jobs import registry, sweep
+from iternorm.experiments.jobs import overview, registry, sweep
 from iternorm.experiments.jobs.registry import Plan
 from iternorm.experiments.jobs.results import Result
 from iternorm.experiments.paper import fig8, table1
@@ -112,7 +112,7 @@ def test_a_run_of_the_table_is_one_of_the_figure(tmp_path):
     assert [row["epoch"] for row in outcome.result.rows] == [1, 2]
     assert all(0 <= row["test_error"] <= 100 for row in outcome.result.rows)
     for experiment in EXPERIMENTS.values():
-        state = registry.survey(experiment, tmp_path, smoke=True)
+        state = overview.survey(experiment, tmp_path, smoke=True)
         assert [result.config for result in state.finished] == [outcome.config]
 
 

@@ -8,7 +8,7 @@ import pytest
 from sweeps import swept
 
 from iternorm.experiments.evidence import reproduction
-from iternorm.experiments.jobs import registry
+from iternorm.experiments.jobs import overview, registry
 from iternorm.experiments.jobs.mistakes import StudyError
 from iternorm.experiments.jobs.registry import Plan
 
@@ -116,7 +116,7 @@ def test_a_plot_that_fails_does_not_cost_the_report(tmp_path, function, sentence
     assert "| machine |" in markdown.read_text()
     assert "The figure could not be drawn" in page.read_text()
     with pytest.raises(StudyError, match=sentence):
-        registry.draw(experiment, tmp_path / "r")
+        overview.draw(experiment, tmp_path / "r")
 
 
 @pytest.mark.parametrize(

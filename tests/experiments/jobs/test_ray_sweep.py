@@ -7,7 +7,7 @@ import pytest
 import tiny_experiment
 from tiny_experiment import finish, start
 
-from iternorm.experiments.jobs import locks, ray_sweep, registry, sweep
+from iternorm.experiments.jobs import locks, overview, ray_sweep, registry, sweep
 from iternorm.experiments.jobs.registry import Experiment, Plan
 
 TINY = Experiment("tiny", tiny_experiment)
@@ -19,6 +19,7 @@ with_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not insta
 @pytest.mark.slow
 def test_jobs_run_on_two_workers_and_the_driver_writes_their_results(tmp_path):
     root = tmp_path / "r"
+    (tmp_path / "d").mkdir()
     jobs = registry.select([TINY], Plan(seeds=2))
     list(sweep.run(jobs[:1], root))
     # Two jobs are under way before one may end; one fails, one is claimed by this process.
@@ -34,7 +35,7 @@ def test_jobs_run_on_two_workers_and_the_driver_writes_their_results(tmp_path):
     assert sorted(entry["job"] for entry in entries) == sorted(config["job"] for _, config in jobs[2:])
     assert len({entry["pid"] for entry in entries}) >= 2
     assert {entry["data"] for entry in entries} == {str(tmp_path / "d")}
-    state = registry.survey(TINY, root)
+    state = overview.survey(TINY, root)
     assert (len(state.finished), state.running) == (6, 0)
     assert all(result.provenance["device"] == "cpu" for result in state.finished)
     # The folder of the job that failed stays, the others are gone.

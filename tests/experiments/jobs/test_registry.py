@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from iternorm.experiments.jobs import registry, results, sweep
+from iternorm.experiments.jobs import overview, registry, results, sweep
 from iternorm.experiments.jobs.findings import Verdict, measured
 from iternorm.experiments.jobs.registry import Experiment, Plan
 from iternorm.experiments.paper import tableA1
@@ -70,24 +70,24 @@ def test_a_plan_that_makes_no_sense_is_refused(values, text):
 
 def test_survey_finds_more_seeds_than_the_default_if_they_were_begun(seeded, tmp_path):
     save(seeded, tmp_path, "a-s0")
-    state = registry.survey(seeded, tmp_path)
+    state = overview.survey(seeded, tmp_path)
     assert (len(state.finished), state.total) == (1, 4)
     save(seeded, tmp_path, "a-s2", "ab-s3", plan=Plan(seeds=4))
-    state = registry.survey(seeded, tmp_path)
+    state = overview.survey(seeded, tmp_path)
     assert [result.config["job"] for result in state.finished] == ["a-s0", "a-s2", "ab-s3"]
     assert [config["job"] for config in state.missing] == ["a-s1", "ab-s0", "ab-s1"]
 
 
 def test_survey_finds_results_of_the_other_device(seeded, tmp_path):
     seeded.module.jobs = lambda plan: [{"job": plan.device, "device": plan.device}]
-    assert str(registry.survey(seeded, tmp_path)) == "0 of 1"
+    assert str(overview.survey(seeded, tmp_path)) == "0 of 1"
     save(seeded, tmp_path, "cuda", plan=Plan(device="cuda"))
-    assert str(registry.survey(seeded, tmp_path)) == "1 of 2"
+    assert str(overview.survey(seeded, tmp_path)) == "1 of 2"
 
 
 def test_nothing_to_draw_is_named(seeded, tmp_path):
-    with pytest.raises(ValueError, match=r"seeded: none of 4 results is in .*`iternorm run seeded`"):
-        registry.draw(seeded, tmp_path)
+    with pytest.raises(ValueError, match=r"seeded: none of 4 results is in .*`iternorm run seeded --results .*`"):
+        overview.draw(seeded, tmp_path)
 
 
 def test_all_stands_for_every_experiment():
@@ -143,10 +143,10 @@ class TestEveryExperiment:
         # Every job reports its end.
         finished = {job for _, job, done, total, _ in steps if done == total}
         assert finished == set(names(jobs))
-        state = registry.survey(experiment, tmp_path, smoke=True)
+        state = overview.survey(experiment, tmp_path, smoke=True)
         assert (len(state.finished), state.missing) == (len(jobs), ())
         # Real results are elsewhere.
-        assert registry.survey(experiment, tmp_path).finished == ()
+        assert overview.survey(experiment, tmp_path).finished == ()
         figure = experiment.plot(state.finished)
         figure.savefig(tmp_path / "figure.png", dpi=50)
         assert (tmp_path / "figure.png").stat().st_size > 2000
@@ -168,21 +168,21 @@ class TestEveryExperiment:
         assert all(number.ours == () for number in experiment.compare([]))
 
     def test_committed_results_are_of_this_version(self, name):
-        state = registry.survey(registry.get(name), ROOT / "results")
+        state = overview.survey(registry.get(name), ROOT / "results")
         assert state.unusable == ()
 
 
 @pytest.mark.parametrize("name", ["fig1", "fig2", "fig4", "fig5", "figA2", "tableA1"])
 def test_what_takes_minutes_is_committed_whole_and_judged(name):
     experiment = registry.get(name)
-    state = registry.survey(experiment, ROOT / "results")
+    state = overview.survey(experiment, ROOT / "results")
     assert state.missing == ()
     assert all(claim.verdict is not Verdict.NOT_RUN and claim.evidence for claim in experiment.claims(state.finished))
 
 
 def test_claims_follow_the_results():
     experiment = registry.get("fig4")
-    finished = registry.survey(experiment, ROOT / "results").finished
+    finished = overview.survey(experiment, ROOT / "results").finished
     assert all(claim.verdict is Verdict.HOLDS for claim in experiment.claims(finished))
     spoiled = [replace(result, rows=[{**row, "snd": 1 / row["snd"]} for row in result.rows]) for result in finished]
     assert [claim.finding for claim in experiment.claims(spoiled)] == [*map(measured, (True, False, True, False))]
@@ -241,7 +241,7 @@ def test_table_a1_has_the_papers_layers(tmp_path):
 
 
 def test_the_papers_marks_stand_on_no_time_of_table_a1():
-    figure = tableA1.plot(registry.survey(registry.get("tableA1"), ROOT / "results").finished)
+    figure = tableA1.plot(overview.survey(registry.get("tableA1"), ROOT / "results").finished)
     figure.canvas.draw()
     for axes in figure.axes:
         marks = [place for group in axes.collections for place in axes.transData.transform(group.get_offsets())]
@@ -338,6 +338,6 @@ def test_atomic_write_is_what_results_use(tmp_path, monkeypatch):
     monkeypatch.setattr(
         results, "write_text_atomically", lambda path, text: seen.append(write_text_atomically(path, text))
     )
-    results.save(tmp_path, results.Result("x", config, [], 0.0, {}))
+    results.save(tmp_path, results.Result("x", config, [{}], 0.0, {}))
     assert seen == [results.result_path(tmp_path, "x", config)]
-    assert results.load(tmp_path, "x", config).rows == []
+    assert results.load(tmp_path, "x", config).rows == [{}]

@@ -1,14 +1,17 @@
 """Sweeps: what is skipped, run again, passed over or failed."""
 
 import json
+import threading
 from types import ModuleType
 from typing import Any
 
 import pytest
 from sweeps import counted, swept
+from tiny_experiment import wait_until
 
-from iternorm.experiments.jobs import locks, registry, results, stopwatch, sweep
-from iternorm.experiments.jobs.registry import Experiment, Plan, State
+from iternorm.experiments.jobs import locks, overview, registry, results, stopwatch, sweep
+from iternorm.experiments.jobs.overview import State
+from iternorm.experiments.jobs.registry import Experiment, Plan
 
 
 def test_results_hold_what_made_them(counting, tmp_path):
@@ -22,7 +25,7 @@ def test_results_hold_what_made_them(counting, tmp_path):
     assert content["seconds"] >= 0
     assert {"commit", "torch", "machine", "time", "device"} <= set(content["provenance"])
     assert (content["provenance"]["processes"], content["provenance"]["compile"]) == (1, False)
-    state = registry.survey(counting, tmp_path)
+    state = overview.survey(counting, tmp_path)
     assert [result.rows[0]["value"] for result in state.finished] == [2, 4]
     assert (state.total, state.missing, state.running, state.unusable) == (2, (), 0, ())
 
@@ -74,6 +77,21 @@ def test_the_same_failure_twice_ends_a_sweep(tmp_path):
     assert not any(path.is_dir() for path in (tmp_path / ".work" / "broken").iterdir())
 
 
+def test_failures_of_one_cause_end_a_sweep_whatever_their_paths(counting, tmp_path):
+    jobs = [{"job": f"n{n}"} for n in range(5)]
+    for config in jobs:
+        # A file where the job's folder should be: one text for each job, one error number.
+        folder = registry.work_folder(tmp_path, "counting", config)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.touch()
+    counting.module.jobs = lambda plan: jobs
+    first, second = swept(counting, tmp_path)
+    for outcome in (first, second):
+        folder = registry.work_folder(tmp_path, "counting", outcome.config)
+        assert str(outcome.error).startswith(f"{folder} cannot be written: File exists: ")
+        assert "move away what is there" in str(outcome.error)
+
+
 def test_an_interrupt_leaves_the_checkpoint_and_no_claim(counting, tmp_path):
     def interrupted(config, context):
         (context.folder / "checkpoint").touch()
@@ -84,7 +102,7 @@ def test_an_interrupt_leaves_the_checkpoint_and_no_claim(counting, tmp_path):
         list(swept(counting, tmp_path))
     config = counting.jobs()[0]
     assert (registry.work_folder(tmp_path, "counting", config) / "checkpoint").exists()
-    assert registry.survey(counting, tmp_path).running == 0
+    assert overview.survey(counting, tmp_path).running == 0
 
 
 def test_a_run_that_changes_its_configuration_loses_no_result(counting, tmp_path):
@@ -131,9 +149,7 @@ def test_a_resumed_jobs_time_is_that_of_all_its_processes(counting, tmp_path, mo
 
     def killed(config, context):
         (context.folder / "checkpoint").touch()
-        for _ in range(4):
-            clock[0] += 10
-            context.step(1, 2)
+        clock[0] += 40
         raise KeyboardInterrupt
 
     def ends(config, context):
@@ -154,11 +170,31 @@ def test_a_resumed_jobs_time_is_that_of_all_its_processes(counting, tmp_path, mo
     assert not folder.exists()
 
 
-def test_a_time_that_cannot_be_kept_costs_no_job(counting, tmp_path, monkeypatch):
-    monkeypatch.setattr(stopwatch, "PERIOD_SECONDS", 0)
-    (first, *_) = swept(counting, tmp_path)
-    assert first.what == "ran"
+def test_a_time_is_kept_while_a_job_takes_no_step(counting, tmp_path, monkeypatch):
+    monkeypatch.setattr(stopwatch, "PERIOD_SECONDS", 0.01)
+    running = threading.active_count()
 
+    def run(config, context):
+        kept = context.folder / "seconds"
+        wait_until(lambda: kept.exists() and float(kept.read_text()) > 0.02)
+        return [{}]
+
+    counting.module.run = run
+    assert [outcome.what for outcome in swept(counting, tmp_path)] == ["ran", "ran"]
+    assert threading.active_count() == running
+
+
+@pytest.mark.parametrize("kept", ["nan", "inf", "-5", "", "an hour"])
+def test_a_kept_time_that_is_none_is_not_counted(counting, tmp_path, kept):
+    folder = registry.work_folder(tmp_path, "counting", counting.jobs()[0])
+    folder.mkdir(parents=True)
+    (folder / "seconds").write_text(kept)
+    outcome = next(swept(counting, tmp_path))
+    assert outcome.what == "ran"
+    assert 0 <= outcome.result.seconds < 60
+
+
+def test_a_time_that_cannot_be_kept_costs_no_job(counting, tmp_path, monkeypatch):
     def full(path, text):
         raise OSError(28, "No space left on device")
 

@@ -2,13 +2,20 @@
 
 import errno
 import json
+import math
 import re
+import shutil
 
 import pytest
 import torch
 from sweeps import swept
 
-from iternorm.experiments.jobs import locks, registry, results
+from iternorm.experiments.jobs import locks, overview, registry, results
+
+
+def changed(field, value):
+    """What puts a value into a results file."""
+    return lambda text: json.dumps({**json.loads(text), field: value})
 
 
 @pytest.mark.parametrize(
@@ -20,13 +27,21 @@ from iternorm.experiments.jobs import locks, registry, results
         (lambda text: text.replace('"format": 1', '"format": 0'), "has format 0, this version of iternorm writes 1"),
         (lambda text: text.replace('"number": 1', '"number": 7'), "result of another configuration"),
         (lambda text: text.replace('"seconds"', '"second"'), "has no 'seconds'"),
+        (lambda text: "[" * 100_000, "is not complete JSON"),
+        *((changed("rows", value), "one or more objects is needed") for value in ([], None, [1, 2], {}, "abc")),
+        *((changed("seconds", value), "a finite number of 0") for value in ("x", None, -1, math.nan, math.inf, [])),
+        *((changed("provenance", value), "an object is needed") for value in (None, "x", [])),
+        *(
+            (changed("provenance", {name: value}), f"'{name}' of its provenance is {value!r}")
+            for name, value in (("machine", "x"), ("torch", None), ("data", []), ("processes", "2"), ("commit", 5))
+        ),
     ],
 )
 def test_unusable_files_are_named_set_aside_and_run_again(counting, tmp_path, damage, reason):
     path = next(swept(counting, tmp_path)).path
     good, bad = path.read_text(), damage(path.read_text())
     path.write_text(bad)
-    state = registry.survey(counting, tmp_path)
+    state = overview.survey(counting, tmp_path)
     assert len(state.missing) == 2
     assert reason in state.unusable[0]
     outcome = next(swept(counting, tmp_path))
@@ -43,12 +58,38 @@ def test_unusable_files_are_named_set_aside_and_run_again(counting, tmp_path, da
     assert aside.with_name(aside.name + ".1").read_text() == "{"
 
 
+def test_what_cannot_be_read_keeps_nothing_else_from_being_listed(counting, tmp_path, monkeypatch):
+    first, second = swept(counting, tmp_path)
+    first.path.unlink()
+    first.path.mkdir()
+    # A file where the folder of claims was.
+    shutil.rmtree(tmp_path / ".work")
+    (tmp_path / ".work").touch()
+    state = overview.survey(counting, tmp_path)
+    assert [result.rows for result in state.finished] == [second.result.rows]
+    (reason,) = state.unusable
+    assert str(first.path) in reason
+    assert (len(state.missing), state.running) == (1, 0)
+
+
+def test_a_note_that_the_report_could_not_read_is_not_saved(counting, tmp_path):
+    def run(config, context):
+        context.record["data"] = "pictures" if config["job"] == "n1" else {"name": "pictures"}
+        return [{"value": 1.0}]
+
+    counting.module.run = run
+    failed, ran = swept(counting, tmp_path)
+    assert (failed.what, ran.what) == ("failed", "ran")
+    assert "'data' of its provenance is 'pictures', and an object is needed" in str(failed.error)
+    assert not failed.path.exists()
+
+
 def test_a_file_that_is_not_text_is_named_set_aside_and_run_again(counting, tmp_path):
     path = next(swept(counting, tmp_path)).path
     # What PowerShell makes of a text that is redirected into a file.
     bad = path.read_text().encode("utf-16")
     path.write_bytes(bad)
-    assert f"{path} is not UTF-8 text" in registry.survey(counting, tmp_path).unusable[0]
+    assert f"{path} is not UTF-8 text" in overview.survey(counting, tmp_path).unusable[0]
     outcome = next(swept(counting, tmp_path))
     assert outcome.what == "ran"
     assert f"{path} is not UTF-8 text" in str(outcome.set_aside)
@@ -144,7 +185,7 @@ def test_a_job_that_cannot_be_claimed_or_read_loses_no_other(counting, tmp_path,
     lock.mkdir(parents=True)
     outcomes = list(swept(counting, tmp_path))
     assert [outcome.what for outcome in outcomes] == ["failed", "failed"]
-    assert str(lock) in str(outcomes[1].error)
+    assert f"{lock} cannot be written: Is a directory: make room, change permissions or" in str(outcomes[1].error)
 
 
 def test_a_file_that_cannot_be_set_aside_keeps_no_claim(counting, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from checks import ended_well
 from sweeps import swept
 from tiny_experiment import finish, start
 
-from iternorm.experiments.jobs import locks, registry, sweep
+from iternorm.experiments.jobs import locks, overview, registry, sweep
 from iternorm.experiments.jobs.registry import Experiment, Plan
 
 TINY = Experiment("tiny", tiny_experiment)
@@ -24,7 +24,7 @@ def test_processes_share_a_folder_and_no_job_runs_twice(tmp_path):
     entries = tiny_experiment.log_entries(tmp_path / "log")
     assert sorted(entry["job"] for entry in entries) == sorted(config["job"] for config in TINY.jobs(Plan(seeds=3)))
     assert len({entry["pid"] for entry in entries}) == 3
-    state = registry.survey(TINY, tmp_path / "r")
+    state = overview.survey(TINY, tmp_path / "r")
     # Seeds beyond the default are found too.
     assert (len(state.finished), state.missing, state.running) == (12, (), 0)
     assert any("running elsewhere" in output for _, output, _ in ends)
@@ -39,7 +39,7 @@ def test_a_killed_process_loses_its_claim_and_not_its_checkpoint(tmp_path):
     process = start(tmp_path, "run", "tiny", "--results", root, **variables)
     try:
         tiny_experiment.wait_until((tmp_path / "child").exists)
-        state = registry.survey(TINY, root)
+        state = overview.survey(TINY, root)
         assert str(state) == "0 of 4, 1 running"
         passed, *others = swept(TINY, root)
         assert passed.what == "running elsewhere"
@@ -49,7 +49,7 @@ def test_a_killed_process_loses_its_claim_and_not_its_checkpoint(tmp_path):
         # Its child lives on, and holds nothing.
         child = int((tmp_path / "child").read_text())
         os.kill(child, 0)
-        assert str(registry.survey(TINY, root)) == "3 of 4"
+        assert str(overview.survey(TINY, root)) == "3 of 4"
         os.environ["TINY_LOG"] = str(log)
         try:
             assert [outcome.what for outcome in swept(TINY, root)] == ["ran"] + ["finished before"] * 3
@@ -80,5 +80,5 @@ def test_under_torchrun_all_ranks_run_what_the_first_decides(tmp_path):
     # One of them speaks.
     assert output.count("plain-s0") == 1
     assert "4 jobs: 1 finished before, 1 running elsewhere, 2 ran" in output
-    assert str(registry.survey(TINY, root)) == "3 of 4"
+    assert str(overview.survey(TINY, root)) == "3 of 4"
     assert list((root / ".work" / "tiny").glob("*/")) == []

@@ -1,6 +1,8 @@
 """Checkpoints: what they hold, and what becomes of one that cannot be used."""
 
+import hashlib
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -137,13 +139,36 @@ def test_one_that_is_damaged_is_set_aside(tmp_path, name):
         assert checkpoint.load(tmp_path, RECIPE) is None
 
 
-def test_one_from_before_there_were_digests_is_taken(tmp_path):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sha256": ["x"]},
+        {"sha256": None},
+        {"sha256": {}},
+        {"sha256": dict.fromkeys(FILES, "x")},
+        {"rows": [1, 2]},
+        {"recipe": ["x"]},
+        {"rows": [math.nan]},
+    ],
+)
+def test_one_that_holds_other_things_is_set_aside(tmp_path, change):
     model = network()
     path = checkpoint.save(tmp_path, RECIPE, ROWS, model, trained(model))
     state = json.loads((path / "state.json").read_text())
-    del state["sha256"]
+    (path / "state.json").write_text(json.dumps({**state, **change}))
+    with pytest.warns(UserWarning, match=r"checkpoint-000001 is (damaged|not complete).*renamed to"):
+        assert checkpoint.load(tmp_path, RECIPE) is None
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_without_a_digest_is_set_aside(tmp_path, name):
+    model = network()
+    path = checkpoint.save(tmp_path, RECIPE, ROWS, model, trained(model))
+    state = json.loads((path / "state.json").read_text())
+    del state["sha256"][name]
     (path / "state.json").write_text(json.dumps(state))
-    assert checkpoint.load(tmp_path, RECIPE).rows == ROWS
+    with pytest.warns(UserWarning, match=rf"checkpoint-000001 is not complete \(no digest of {name}\).*renamed"):
+        assert checkpoint.load(tmp_path, RECIPE) is None
 
 
 def test_one_with_a_missing_file_is_set_aside(tmp_path):
@@ -179,8 +204,9 @@ def test_a_field_the_writer_did_not_know_had_its_default(tmp_path):
     path = checkpoint.save(tmp_path, RECIPE, ROWS, model, trained(model))
     state = json.loads((path / "state.json").read_text())
     del state["recipe"]["width"]
-    # A writer that knew fewer fields wrote no digests either, or digests of what it wrote.
-    del state["sha256"]
+    # The writer's digest is that of what it wrote.
+    del state["sha256"]["state.json"]
+    state["sha256"]["state.json"] = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
     (path / "state.json").write_text(json.dumps(state))
     assert checkpoint.load(tmp_path, RECIPE).rows == ROWS
     with pytest.raises(CheckpointError, match="width"):

@@ -132,13 +132,11 @@ def check_folder(root: Path, name: str, folder: Folder = None) -> None:
     Raises:
         ValueError: It is one of these.
     """
-    if folder is not None:
-        who = "the data folder"
-    elif os.environ.get("ITERNORM_DATA"):
-        who = "ITERNORM_DATA"
-    else:
+    if folder is None and not os.environ.get("ITERNORM_DATA"):
         return
-    known = [place + "/" for place in PLACES.values()]
+    # The command line's --data is ITERNORM_DATA here.
+    who = "the data folder" if folder is not None else "the data folder (--data or ITERNORM_DATA)"
+    known = ", ".join(place + "/" for place in PLACES.values())
     if not root.exists():
         raise ValueError(f"{who} is {root}, which does not exist: make this folder, or name the one that holds {known}")
     if not root.is_dir():
@@ -148,7 +146,7 @@ def check_folder(root: Path, name: str, folder: Folder = None) -> None:
         some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
         place = PLACES.get(name, name)
         raise ValueError(
-            f"{who} is {root}, which holds other things ({some}) and none of {', '.join(known)}: name the folder that "
+            f"{who} is {root}, which holds other things ({some}) and none of {known}: name the folder that "
             f"holds {place}/, or make {root / place}"
         )
 

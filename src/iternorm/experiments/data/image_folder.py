@@ -62,14 +62,20 @@ class Examples:
         """The files of the classes' folders.
 
         Raises:
-            ValueError: A class has no images.
+            ValueError: A class has no images, or a link leads nowhere.
         """
         files = []
         for name in classes:
-            found = sorted(entry.name for entry in os.scandir(folder / name) if _is_image(entry.name))
+            with os.scandir(folder / name) as entries:
+                found = [entry for entry in entries if _is_image(entry.name) and not entry.is_dir()]
+            if lost := [entry.path for entry in found if not entry.is_file()]:
+                raise ValueError(f"{lost[0]} leads to no file: repair the link or remove it")
             if not found:
-                raise ValueError(f"{folder / name} holds no images ({', '.join(sorted(pictures.SUFFIXES))})")
-            files.append([f"{name}/{file}" for file in found])
+                raise ValueError(
+                    f"{folder / name} holds no images ({', '.join(sorted(pictures.SUFFIXES))}): put some there, or "
+                    f"remove {name}/ from both train/ and val/"
+                )
+            files.append([f"{name}/{file}" for file in sorted(entry.name for entry in found)])
         rounds = [(file, label) for row in zip_longest(*files) for label, file in enumerate(row) if file is not None]
         names = [os.fsencode(file) for file, _ in rounds]
         ends = torch.tensor([len(name) for name in names]).cumsum(0)

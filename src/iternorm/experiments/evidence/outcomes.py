@@ -45,7 +45,7 @@ def num_test(results: Sequence[Result]) -> int | None:
     """The number of test examples behind the errors of some results; None if it is not known."""
     for result in results:
         config = result.config
-        known = (config.get("test_examples"), result.provenance.get("data", {}).get("test_images"))
+        known = (config.get("test_examples"), result.data_count("test_images"))
         return next(filter(None, known), None) or _TEST_SETS.get(config.get("data", ""))
     return None
 

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from iternorm.experiments.evidence import blocks, pays
 from iternorm.experiments.evidence.blocks import Block, Command, Drawing, Link, Section, Table, Verdicts
-from iternorm.experiments.jobs import registry
+from iternorm.experiments.jobs import overview, registry
 from iternorm.experiments.jobs.findings import Claim, Comparison, Contrast, Verdict
 from iternorm.experiments.jobs.mistakes import StudyError
-from iternorm.experiments.jobs.registry import Experiment, State
+from iternorm.experiments.jobs.overview import State
+from iternorm.experiments.jobs.registry import Experiment
 from iternorm.experiments.jobs.results import Result
 from iternorm.experiments.jobs.stopwatch import duration
-from iternorm.report.files import write_text_atomically
+from iternorm.report.files import write_text_atomically, writing
 
 _TITLE = "The paper's figures and tables, reproduced"
 _SUBTITLE = "Huang et al., Iterative Normalization, CVPR 2019"
@@ -59,8 +60,9 @@ def write(root: Path, folder: Path, experiments: Sequence[Experiment] | None = N
     for section in sections:
         for block in section.blocks:
             if isinstance(block, Drawing):
-                block.path.parent.mkdir(parents=True, exist_ok=True)
-                block.figure.savefig(block.path, dpi=110)
+                with writing(block.path):
+                    block.path.parent.mkdir(parents=True, exist_ok=True)
+                    block.figure.savefig(block.path, dpi=110)
     subtitle = _SUBTITLE if experiments is None else ""
     return [
         write_text_atomically(folder / f"{name}.md", blocks.markdown(title, summary, sections, folder)),
@@ -77,7 +79,7 @@ def _collect(root: Path, experiments: Sequence[Experiment] | None = None) -> tup
     trained: list[Claim] = []
     contrasts: list[Contrast] = []
     for experiment in chosen:
-        state = registry.survey(experiment, root)
+        state = overview.survey(experiment, root)
         contrasts += experiment.contrasts(state.finished)
         claims = experiment.claims(state.finished)
         if experiment.is_papers:
@@ -261,12 +263,12 @@ def _origins(finished: Iterable[Result]) -> tuple[tuple[str, ...], ...]:
     for result in finished:
         made = result.provenance
         machine = made.get("machine", {})
-        where = machine.get("gpu") or f"{machine.get('cpu', 'unknown')}, {machine.get('cores', '?')} cores"
+        where = str(machine.get("gpu") or "") or f"{machine.get('cpu', 'unknown')}, {machine.get('cores', '?')} cores"
         software = f"torch {made.get('torch', {}).get('version', '?')}, iternorm {made.get('iternorm', '?')}"
         commit, _, dirty = (made.get("commit") or "unknown").partition("-")
         code = commit[:10] + (" and uncommitted changes" if dirty else "")
         if study := made.get("study_file"):
-            code += f"; {study['name']} {study['sha256'][:10]}"
+            code += f"; {study.get('name')} {str(study.get('sha256'))[:10]}"
         key = (where, software, _how(result), code)
         groups.setdefault(key, []).append(result)
     rows = []
@@ -297,10 +299,22 @@ def _how(result: Result) -> str:
 
 def _data(finished: Iterable[Result]) -> list[Block]:
     """What the folders of images held."""
-    records = {
-        f"{data['name']}: {data['classes']} classes, {data['train_images']:,} training and {data['test_images']:,} "
-        f"test images; sha256 of the list of files {data['listing_sha256'][:16]}"
-        for result in finished
-        if (data := result.provenance.get("data"))
-    }
+    records = {_described(result) for result in finished if result.provenance.get("data")}
     return [f"**Data:** {'; '.join(sorted(records))}."] if records else []
+
+
+def _described(result: Result) -> str:
+    """What a folder of images held; a study's own data may have noted less.
+
+    Example:
+        >>> _described(Result("mine", {}, [], 1.0, {"data": {"name": "pictures", "classes": 3, "test_images": 1200}}))
+        'pictures: 3 classes, 1,200 test images'
+    """
+    data = result.provenance["data"]
+    counts = {what: result.data_count(f"{split}_images") for split, what in (("train", "training"), ("test", "test"))}
+    images = " and ".join(f"{count:,} {what}" for what, count in counts.items() if count is not None)
+    classes = result.data_count("classes")
+    known = [*([f"{classes} classes"] if classes is not None else []), *([f"{images} images"] if images else [])]
+    text = f"{data.get('name', 'without a name')}: {', '.join(known) or 'not counted'}"
+    listing = data.get("listing_sha256")
+    return f"{text}; sha256 of the list of files {listing[:16]}" if isinstance(listing, str) else text

@@ -8,6 +8,8 @@ import os
 import time
 from pathlib import Path
 
+from iternorm.report.files import writing
+
 # Somebody who only looks whether a claim is held takes a shared lock for a moment: that must not read as a claim.
 _ATTEMPTS, _PAUSE_SECONDS = 5, 0.02
 
@@ -48,11 +50,13 @@ def claim(path: Path) -> Claim | None:
     Raises:
         OSError: The file cannot be made, or the file system has no locks.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_PAUSE_SECONDS)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        with writing(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         taken = False
         try:
             # Not locked: held, or looked at. Locked, but not the file at the path: its holder has just removed it.
@@ -66,10 +70,10 @@ def claim(path: Path) -> Claim | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody holds the claim whose file is `path`, this process included."""
+    """Whether somebody holds the claim whose file is `path`, this process included; False where it cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
+    except OSError:
         return False
     try:
         return not _lock(descriptor, path, exclusive=False)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,14 @@ _LONGEST_NAME = 200
 # A configuration is plain values, so that it can be digested and written; "job" is its readable name.
 Config = Mapping[str, Any]
 Row = Mapping[str, Any]
+
+# What the report reads of a provenance, each where it is there.
+_PROVENANCE = {
+    **dict.fromkeys(("machine", "torch", "data", "study_file"), (dict, "an object")),
+    "processes": (int, "a whole number"),
+    "precision": (str, "a name"),
+    "commit": (str | None, "a commit or null"),
+}
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,14 @@ class Result:
     seconds: float
     provenance: Mapping[str, Any]
 
+    def data_count(self, name: str) -> int | None:
+        """``classes``, ``train_images`` or ``test_images`` of its data, where that was noted."""
+        found = self.provenance.get("data", {}).get(name)
+        return found if isinstance(found, int) else None
+
 
 class UnusableResultError(ValueError):
-    """A results file that is truncated, of another version, or of another configuration than its path says."""
+    """A results file that is truncated, of another version or shape, or not of the configuration its path says."""
 
 
 def result_path(root: Path, experiment: str, config: Config) -> Path:
@@ -116,9 +130,11 @@ def save(root: Path, result: Result) -> Path:
 
     Raises:
         OSError: It cannot be written.
-        ValueError: It holds values that JSON cannot represent.
+        ValueError: It holds values that JSON cannot represent, or that `load` would refuse.
     """
     path = result_path(root, result.experiment, result.config)
+    if (problem := _problem(result.rows, result.seconds, result.provenance)) is not None:
+        raise ValueError(f"{path} is not written: {problem}")
     content = {
         "format": FORMAT,
         "experiment": result.experiment,
@@ -150,9 +166,13 @@ def load(root: Path, experiment: str, config: Config) -> Result | None:
         return None
     except UnicodeDecodeError as error:
         raise UnusableResultError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except OSError as error:
+        why = error.strerror or error
+        raise OSError(f"{path} cannot be read: {why}: change its permissions, or move away what is there") from error
     try:
         content = json.loads(text)
-    except ValueError as error:
+    # Nested too deeply: what a program wrote that is not this one.
+    except (ValueError, RecursionError) as error:
         raise UnusableResultError(f"{path} is not complete JSON ({error})") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
@@ -161,9 +181,26 @@ def load(root: Path, experiment: str, config: Config) -> Result | None:
     if (content.get("experiment"), content.get("config")) != (experiment, json.loads(json.dumps(config))):
         raise UnusableResultError(f"{path} holds the result of another configuration")
     try:
-        return Result(**{key: content[key] for key in ("experiment", "config", "rows", "seconds", "provenance")})
+        found = Result(**{key: content[key] for key in ("experiment", "config", "rows", "seconds", "provenance")})
     except KeyError as error:
         raise UnusableResultError(f"{path} has no {error}") from error
+    if (problem := _problem(found.rows, found.seconds, found.provenance)) is not None:
+        raise UnusableResultError(f"{path} is not a result: {problem}")
+    return found
+
+
+def _problem(rows: object, seconds: object, provenance: object) -> str | None:
+    """What is wrong with the shape of a result; the values of its rows are the experiment's own."""
+    if not isinstance(rows, list | tuple) or not rows or not all(isinstance(row, Mapping) for row in rows):
+        return f"its rows are {reprlib.repr(rows)}, and a list of one or more objects is needed"
+    if not isinstance(seconds, float | int) or not 0 <= seconds < math.inf:
+        return f"its seconds are {seconds!r}, and a finite number of 0 or more is needed"
+    if not isinstance(provenance, Mapping):
+        return f"its provenance is {reprlib.repr(provenance)}, and an object is needed"
+    for name, (kind, wanted) in _PROVENANCE.items():
+        if name in provenance and not isinstance(provenance[name], kind):
+            return f"{name!r} of its provenance is {reprlib.repr(provenance[name])}, and {wanted} is needed"
+    return None
 
 
 def set_aside(path: Path) -> Path:

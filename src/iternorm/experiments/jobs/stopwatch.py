@@ -1,18 +1,23 @@
 """The time spent on a job by all processes that worked on it, killed ones included."""
 
+import math
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from iternorm.report.files import write_text_atomically
 
-# The file of a job's folder that holds the seconds so far, and the least time between two writes of it.
+# The file of a job's folder that holds the seconds so far, and the time between two writes of it.
 NAME = "seconds"
 PERIOD_SECONDS = 1.0
 
 
 class Stopwatch:
-    """Continues from the time that the previous process last wrote, up to a second before its end.
+    """Continues from the time that the previous process last wrote, at its end or up to a second before a kill.
+
+    A ``with`` block is the time of this process. A thread writes meanwhile: a job may read images, compile or evaluate
+    for minutes without a step.
 
     Args:
         folder: Of the job.
@@ -21,26 +26,44 @@ class Stopwatch:
 
     def __init__(self, folder: Path, *, keeps: bool = True) -> None:
         self._path, self._keeps = folder / NAME, keeps
-        try:
-            self._before = float(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            self._before = 0.0
-        self._begun = self._kept = time.perf_counter()
+        self._before = _read(self._path)
+        self._begun = time.perf_counter()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._write_on, daemon=True)
 
     @property
     def seconds(self) -> float:
         """Of all processes."""
         return self._before + time.perf_counter() - self._begun
 
-    def keep(self) -> None:
-        """Write the time if the last write is long enough ago."""
-        now = time.perf_counter()
-        if not self._keeps or now - self._kept < PERIOD_SECONDS:
-            return
-        self._kept = now
+    def __enter__(self) -> "Stopwatch":
+        if self._keeps:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._keeps:
+            self._ended.set()
+            self._thread.join()
+            self._write()
+
+    def _write_on(self) -> None:
+        while not self._ended.wait(PERIOD_SECONDS):
+            self._write()
+
+    def _write(self) -> None:
         # A full disk loses the time of this process, not its work.
         with suppress(OSError):
             write_text_atomically(self._path, f"{self.seconds:.3f}\n")
+
+
+def _read(path: Path) -> float:
+    """The seconds that a file holds; 0 where there is none that can be read."""
+    try:
+        found = float(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0.0
+    return found if 0 <= found < math.inf else 0.0
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from iternorm.experiments.jobs.registry import Context, Experiment
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.experiments.jobs.stopwatch import NAME as stopwatch_file
 from iternorm.experiments.jobs.stopwatch import Stopwatch
-from iternorm.report.files import write_text_atomically
+from iternorm.report.files import check_writable, write_text_atomically, writing
 from iternorm.report.provenance import provenance
 from iternorm.timing.threads import num_threads
 
@@ -107,11 +107,33 @@ def run(
     for experiment, config in jobs:
         outcome = _run_one(experiment, config, root, options, ranks, progress)
         yield outcome
-        failure = (type(outcome.error), str(outcome.error)) if outcome.error is not None else None
+        failure = _kind(outcome.error) if outcome.error is not None else None
         if failure is not None and failure == previous:
             break
         previous = failure
     ranks.end()
+
+
+def _kind(error: Exception) -> tuple[type, object]:
+    """What failures of one cause have in common: the text of an OSError has the path of its job."""
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+    return type(error), getattr(cause, "errno", None) or str(error)
+
+
+def check_folders(jobs: Sequence[Job], root: Path) -> None:
+    """Fail before the work where a job could not be claimed, or its result not be kept. Nothing is left behind.
+
+    Raises:
+        OSError: One could not.
+    """
+    looked_at: set[Path] = set()
+    for experiment, config in jobs:
+        path = results.result_path(root, experiment.home, config)
+        if path.exists() or path.parent in looked_at:
+            continue
+        looked_at.add(path.parent)
+        check_writable(path)
+        check_writable(registry.lock_path(root, experiment.home, config))
 
 
 def _run_one(
@@ -180,7 +202,8 @@ def set_other_aside(experiment: Experiment, config: Config, root: Path) -> str |
     folder = registry.work_folder(root, experiment.home, config)
     try:
         begun = (folder / _STUDY_FILE).read_text(encoding="utf-8")
-    except FileNotFoundError:
+    # A file in the folder's place is told where the folder is made.
+    except (FileNotFoundError, NotADirectoryError):
         return None
     if experiment.study_file is None or begun == experiment.study_file["sha256"]:
         return None
@@ -193,7 +216,8 @@ def context_for(
 ) -> Context:
     """What the job is given; its folder exists afterwards."""
     folder = registry.work_folder(root, experiment.home, config)
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     if experiment.study_file is not None and is_first_process():
         write_text_atomically(folder / _STUDY_FILE, experiment.study_file["sha256"])
 
@@ -207,22 +231,17 @@ def context_for(
 
 def execute(experiment: Experiment, config: Config, context: Context, threads: int | None = None) -> Result:
     """Run a job here and now. A folder without a checkpoint is not left behind where it fails."""
-    stopwatch = Stopwatch(context.folder, keeps=is_first_process())
     # Before the run: the commit may have moved on when it ends.
     commit = _commit()
-
-    def step(done: int, total: int, **values: Any) -> None:
-        stopwatch.keep()
-        context.step(done, total, **values)
-
     with num_threads(threads):
         try:
-            # A copy: a run that changes its configuration must not change the name of its result.
-            with mistakes.located(experiment.path, "run"):
-                made = experiment.module.run(copy.deepcopy(config), replace(context, step=step))
-                # A generator runs here, too.
-                made = list(made) if isinstance(made, Iterator) else made
-            rows = results.check_rows(made, f"run() of {experiment.path or experiment.id}")
+            with Stopwatch(context.folder, keeps=is_first_process()) as stopwatch:
+                # A copy: a run that changes its configuration must not change the name of its result.
+                with mistakes.located(experiment.path, "run"):
+                    made = experiment.module.run(copy.deepcopy(config), context)
+                    # A generator runs here, too.
+                    made = list(made) if isinstance(made, Iterator) else made
+                rows = results.check_rows(made, f"run() of {experiment.path or experiment.id}")
         except BaseException:
             ours = (stopwatch_file, _STUDY_FILE)
             if context.folder.exists() and all(path.name in ours for path in context.folder.iterdir()):

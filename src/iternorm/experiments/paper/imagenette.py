@@ -83,7 +83,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
 
 def contrasts(results: Sequence[Result]) -> list[Contrast]:
     """BN against IterNorm. Most folders have a part of the training images, so their number is told."""
-    counts = {(result.provenance.get("data") or {}).get("train_images") for result in results}
+    counts = {result.data_count("train_images") for result in results}
     (count,) = counts if len(counts) == 1 else (None,)
     data = f"Imagenette, {count:,} images" if count else "Imagenette"
     return resnet_imagenet.contrasts(results, MODEL, NORMS, data)

@@ -24,7 +24,7 @@ from iternorm.experiments.recipe import Recipe
 
 FORMAT = 1
 _PREFIX = "checkpoint-"
-_WEIGHTS, _MOMENTUM, _STATE = "weights.safetensors", "momentum.safetensors", "state.json"
+_FILES = _WEIGHTS, _MOMENTUM, _STATE = "weights.safetensors", "momentum.safetensors", "state.json"
 
 
 class CheckpointError(ValueError):
@@ -134,7 +134,7 @@ def _write(
     state["sha256"] = {name: _digest(place / name) for name in (_WEIGHTS, _MOMENTUM)}
     state["sha256"][_STATE] = _digest_of(state)
     (place / _STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
-    for name in (_WEIGHTS, _MOMENTUM, _STATE):
+    for name in _FILES:
         _to_disk(place / name)
     _to_disk(place)
 
@@ -178,15 +178,9 @@ def _read(path: Path, recipe: Recipe) -> Checkpoint:
         weights, momentum = load_file(path / _WEIGHTS), load_file(path / _MOMENTUM)
         _check_digests(path, state)
         rows, made_by = list(state["rows"]), dict(state["recipe"])
-    except (
-        OSError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        SafetensorError,
-        json.JSONDecodeError,
-        UnicodeDecodeError,
-    ) as error:
+    except _UnusableError:
+        raise
+    except (OSError, KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise _UnusableError(f"the checkpoint {path} is not complete ({error})") from error
     wanted: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
     # A field that the writer did not know had its default.
@@ -208,13 +202,15 @@ def _read(path: Path, recipe: Recipe) -> Checkpoint:
 
 
 def _check_digests(path: Path, state: dict[str, Any]) -> None:
-    # Checkpoints of versions before this one have none.
-    written = dict(state.get("sha256", {}))
-    found = {name: _digest(path / name) for name in written if name != _STATE}
-    if _STATE in written:
-        del state["sha256"][_STATE]
-        found[_STATE] = _digest_of(state)
-    if damaged := [name for name in written if found[name] != written[name]]:
+    written = state.get("sha256")
+    if not isinstance(written, dict):
+        written = {}
+    if without := [name for name in _FILES if name not in written]:
+        raise _UnusableError(f"the checkpoint {path} is not complete (no digest of {', '.join(without)})")
+    others = {name: digest for name, digest in written.items() if name != _STATE}
+    found = {name: _digest(path / name) for name in (_WEIGHTS, _MOMENTUM)}
+    found[_STATE] = _digest_of({**state, "sha256": others})
+    if damaged := [name for name in _FILES if found[name] != written[name]]:
         raise _UnusableError(f"the checkpoint {path} is damaged: {', '.join(damaged)} is not what was written")
 
 
