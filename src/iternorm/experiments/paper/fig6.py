@@ -21,7 +21,7 @@ on (there it is cleared). With batches of 16 the learning rate is 0.0125, which 
 have 0.1. The running averages for the test have a momentum of 0.1, for which the paper gives no value. The error is
 that of the last epoch; the paper does not say which epoch's it compares. On a GPU DBN's matrices come from Newton's
 iteration run to convergence, not from an eigendecomposition. In the basic configuration IterNorm in groups of 64 is
-shown too.
+shown too. DBN in groups of 32 and more, which the paper found unstable, is not run.
 """
 
 from collections.abc import Sequence

@@ -97,7 +97,8 @@ def _claim_improvement(iternorm: Seeds, baseline: Seeds, num_test: int | None) -
         return Claim(text, Finding(lower.verdict), evidence)
     error = 100 / high * math.sqrt(squares[0] + (low / high) ** 2 * squares[1])
     of = "of the test set" if lower.verdict is Verdict.ONE_SEED else "standard error"
-    evidence += f", ± {error:.1f} ({of}); {PAPER_IMPROVEMENT} has to be within two errors of it, or below it"
+    evidence += f", ± {error:.1f} ({of})"
+    evidence += f"; it has to be more than two errors, and {PAPER_IMPROVEMENT} at most two errors above it"
     if ours + rule.ERRORS * error >= PAPER_IMPROVEMENT:
         return Claim(text, lower, evidence)
     # Its own error says that it is less, unless BN's worst seeds are not among those that finished.

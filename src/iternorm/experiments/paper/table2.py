@@ -18,7 +18,8 @@ paper is silent: random sized crops, flips, colour jitter of 0.4 and lighting no
 initialization by fan-out, scale and shift in the norm before the linear layer. The running averages for the validation
 have a momentum of 0.1. DBN has groups of 16 and eps 1e-5; on a GPU its matrices come from Newton's iteration run to
 convergence, not from an eigendecomposition. The error is that of the last epoch; the paper does not say which epoch's
-it prints.
+it prints, and the authors' script ends by printing the best. "Significantly" is read as by more than two standard
+errors. DBN before the linear layer, with which the paper's eigendecompositions did not converge, is not run.
 """
 
 from collections.abc import Sequence
