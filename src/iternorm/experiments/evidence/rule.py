@@ -192,8 +192,8 @@ def all_of(findings: Iterable[Finding]) -> Finding:
 def over_parts(findings: Mapping[str, Finding], parts: str) -> tuple[Finding, str]:
     """The finding for a claim about several parts of which some were run, and the coverage.
 
-    It does not hold where one part says so. It holds where those that are decided do, and nothing that was run speaks
-    against it or is open; the coverage counts what the verdict stands on.
+    It does not hold where one part says so. It holds where those that are decided do, none is undecided and no single
+    seed points against it; the coverage counts what the verdict stands on.
 
     Args:
         findings: By part.
