@@ -300,6 +300,23 @@ def test_a_constant_feature_is_refused_by_cholesky(dtype):
     Whitener("cholesky", eps=1e-3).fit(x)
 
 
+@pytest.mark.parametrize("mean", [1.0, 3.3, 100.7, 1000.1, 1e5 + 0.3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_constant_features_are_no_directions(dtype, mean):
+    """Their means are rounded, which is not to be scaled to 1."""
+    x = data(dtype=torch.float64)
+    x[:, 2], x[:, 4] = mean, mean / 1.37
+    # Float16 has no 1e5.
+    x = x.clamp(max=6e4).to(dtype)
+    streamed = Whitener("pca")
+    for batch in x.split(130):
+        streamed.partial_fit(batch)
+    for whitener in (Whitener().fit(x), Whitener("pca").fit(x), streamed):
+        assert whitener.n_components_ == 5
+        assert whitener.whitening_[:, [2, 4]].abs().max() < 1e-9
+        torch.testing.assert_close(whitener.mean_[[2, 4]], x[0, [2, 4]].double(), rtol=1e-15, atol=0)
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_few_steps_of_half_precision_are_not_constant(solver, dtype):

@@ -100,10 +100,15 @@ def _in_torch(samples: Tensor) -> Moments:
     largest = float(torch.addcmul(_FAR**2 * -covariance.diagonal(), mean, mean).amax())
     if not math.isfinite(largest):
         raise not_finite()
-    if samples.dtype != torch.float64 and largest > 0:
-        # A mean that fp32 has rounded is off by more of a deviation than the samples' own roundings, which average out.
-        total = sum(block.double().sum(0) for block in samples.split(_BLOCK))
-        mean = torch.as_tensor(total) / len(samples)
+    if largest > 0:
+        blocks = samples.split(_BLOCK)
+        if samples.dtype != torch.float64:
+            # A mean that fp32 has rounded is off by more of a deviation than the samples' own roundings, which average
+            # out.
+            mean = torch.stack([block.double().sum(0) for block in blocks]).sum(0) / len(samples)
+        # All the variance that a constant has is what its mean was rounded by.
+        varies = torch.stack([(block != samples[0]).any(0) for block in blocks]).any(0)
+        covariance = covariance * (varies[:, None] & varies)
     return Moments(len(samples), mean, covariance, resolution_of(samples.dtype))
 
 
