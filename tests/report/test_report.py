@@ -46,6 +46,19 @@ def test_table_is_escaped_and_aligns_numbers():
     assert '<th scope="col">name</th>' in html
 
 
+@pytest.mark.parametrize(
+    ("cells", "are_numbers"),
+    [
+        (["7.42 ± 0.13 %", "7.46 %", "not run"], True),
+        (["0.46 ± 0.09 points", "+1.93 ± 0.17"], True),
+        (["7.42 ± 0.13 %", "7.46 % or so"], False),
+    ],
+)
+def test_numbers_with_errors_are_numbers(cells, are_numbers):
+    html = html_table(["error"], [[cell] for cell in cells])
+    assert (html.count('class="number"') == len(cells) + 1) is are_numbers
+
+
 def test_table_refuses_a_row_of_another_length():
     with pytest.raises(ValueError, match="row 1 has 1 cells for 2 columns"):
         html_table(["a", "b"], [[1, 2], [3]])

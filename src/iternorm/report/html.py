@@ -48,8 +48,11 @@ pre code { padding: 0; }
 @media print { main { max-width: none; padding: 0; } figure, table { break-inside: avoid; } }
 """
 
-# A number as our tables print it: sign, digits, exponent, then perhaps a unit. A dash stands for "not measured".
-_NUMBER = re.compile(r"\s*(?:inf|[-+−±]?\d[\d.,]*(?:e[-+]?\d+)?\s*(?:%|×|x|s|ms|µs|MiB|GiB)?|[–—∞-])\s*", re.IGNORECASE)
+# A number as our tables print it: sign, digits, exponent, then perhaps its error and a unit. A dash stands for "not
+# measured".
+_DIGITS = r"(?:inf|[-+−±]?\d[\d.,]*(?:e[-+]?\d+)?)"
+_UNIT = r"(?:%|×|x|s|ms|µs|MiB|GiB|points)?"
+_NUMBER = re.compile(rf"\s*(?:{_DIGITS}(?:\s*±\s*{_DIGITS})?\s*{_UNIT}|[–—∞-]|not run)\s*", re.IGNORECASE)
 
 
 def figure_svg(figure: "Figure", *, label: str = "") -> str:

@@ -73,7 +73,7 @@ def test_numbers_claims_departures_and_origin_of_what_was_run(tiny, tmp_path):
     assert "<pre><code>iternorm run tiny</code></pre>" in page
     assert "**Departures:** `a_b*` and more." in text
     assert "<code>a_b*</code> and more." in page
-    origin = "| A CPU, 2 cores | torch 2.13.0, iternorm 0.1.0 | unknown | 0123456789 | 2026-11-14 | 8 | 5 min 20 s |"
+    origin = "| A CPU, 2 cores | torch 2.13.0 | unknown | 0123456 | 2026-11-14 | 8 | 5 min 20 s |"
     assert origin in text
     assert "![Tiny: nothing](../r/tiny/tiny.png)" in text
     assert (tmp_path / "r" / "tiny" / "tiny.png").stat().st_size > 1000
@@ -94,9 +94,18 @@ def test_runs_that_are_not_alike_have_lines_of_their_own(tiny, tmp_path):
     gpu = {**MADE, "machine": {"cpu": "A CPU", "gpu": "A GPU"}, "commit": "fedcba9876543210-dirty"}
     save(tmp_path / "r", tiny, 1, made=gpu, seconds=4000)
     text, _ = written(tmp_path / "r", tmp_path / "docs")
-    made = "torch 2.13.0, iternorm 0.1.0 | unknown | fedcba9876 and uncommitted changes | 2026-11-14"
+    made = "torch 2.13.0 | unknown | fedcba9 and uncommitted changes | 2026-11-14"
     assert f"| A GPU | {made} | 4 | 4 h 26 min |" in text
-    assert "| 0123456789 | 2026-11-14 | 4 |" in text
+    assert "| 0123456 | 2026-11-14 | 4 |" in text
+
+
+def test_the_oldest_runs_come_first_and_a_package_has_its_version(tiny, tmp_path):
+    installed = {**MADE, "commit": None, "time": "2026-11-13T10:00:00+00:00"}
+    save(tmp_path / "r", tiny, 2)
+    for config in tiny.jobs(Plan(seeds=2))[4:]:
+        results.save(tmp_path / "r", results.Result(tiny.home, config, [{"value": 1}], 1.0, installed))
+    text, _ = written(tmp_path / "r", tmp_path / "docs")
+    assert text.index("| iternorm 0.1.0 | 2026-11-13 | 4 |") < text.index("| 0123456 | 2026-11-14 | 4 |")
 
 
 def test_the_same_results_give_the_same_text(tiny, tmp_path):
@@ -176,7 +185,7 @@ def test_how_a_result_was_made_is_told_where_it_is_known(tiny, tmp_path):
     }  # fmt: skip
     save(tmp_path / "r", tiny, 1, made=made)
     text, _ = written(tmp_path / "r", tmp_path / "docs")
-    assert "| 2 processes, bf16, compiled | 0123456789 |" in text
+    assert "| 2 processes, bf16, compiled | 0123456 |" in text
     assert (
         "**Data:** pictures: 10 classes, 5,000 training and 3,925 test images; sha256 of the list of files "
         "abababababababab." in text

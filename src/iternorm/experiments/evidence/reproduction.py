@@ -264,19 +264,26 @@ def _origins(finished: Iterable[Result]) -> tuple[tuple[str, ...], ...]:
         made = result.provenance
         machine = made.get("machine", {})
         where = str(machine.get("gpu") or "") or f"{machine.get('cpu', 'unknown')}, {machine.get('cores', '?')} cores"
-        software = f"torch {made.get('torch', {}).get('version', '?')}, iternorm {made.get('iternorm', '?')}"
-        commit, _, dirty = (made.get("commit") or "unknown").partition("-")
-        code = commit[:10] + (" and uncommitted changes" if dirty else "")
+        software = f"torch {made.get('torch', {}).get('version', '?')}"
+        commit, _, dirty = (made.get("commit") or "").partition("-")
+        code = commit[:7] + (" and uncommitted changes" if dirty else "")
+        # An installed package knows its version alone.
+        code = code or f"iternorm {made.get('iternorm', '?')}"
         if study := made.get("study_file"):
             code += f"; {study.get('name')} {str(study.get('sha256'))[:10]}"
         key = (where, software, _how(result), code)
         groups.setdefault(key, []).append(result)
     rows = []
-    for key, group in groups.items():
-        days = sorted({str(result.provenance.get("time", ""))[:10] for result in group})
+    # The oldest first.
+    for key, group in sorted(groups.items(), key=lambda found: min(map(_time, found[1]))):
+        days = sorted({_time(result)[:10] for result in group})
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         rows.append((*key, when, str(len(group)), duration(sum(result.seconds for result in group))))
     return tuple(rows)
+
+
+def _time(result: Result) -> str:
+    return str(result.provenance.get("time", ""))
 
 
 def _how(result: Result) -> str:

@@ -4,7 +4,7 @@ Reproduces: none of the paper's numbers. It is Table 2's comparison on images th
 Imagenette, ten classes, cut to 128x128; batch 256, SGD with Nesterov momentum 0.9, weight decay 1e-4, learning rate
 0.1 divided by 10 after 60, 120 and 180 of 200 epochs; T=5, groups of 64; three seeds.
 Claim: what the paper concludes from Table 2, asked of these images.
-Command: iternorm run imagenette --data "$ITERNORM_DATA" --device cuda && iternorm plot imagenette
+Command: iternorm run imagenette --device cuda && iternorm plot imagenette
 Cost: 15 runs, nine minutes in all on an H200 that four of them share.
 The paper got: nothing on these images.
 Departures: those of Table 2, and the images, their size and number, the epochs (twice the paper's, because one has so

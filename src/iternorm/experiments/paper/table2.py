@@ -5,7 +5,7 @@ rate 0.1 divided by 10 after 30, 60 and 90 of 100 epochs; T=5, groups of 64. L1 
 DF one more norm before the last linear layer.
 Claim: replacing the first BN by DBN or IterNorm lowers the error, IterNorm marginally more than DBN; replacing all has
 no significant improvement over that; decorrelating the features as well lowers the error significantly.
-Command: iternorm run table2 --data "$ITERNORM_DATA" --device cuda && iternorm plot table2
+Command: iternorm run table2 --device cuda && iternorm plot table2
 Cost: estimated, not measured: 15 hours a run, 75 hours for one seed of each, on one H200 with 16 cores, which decoding
 JPEG files bounds. One seed cannot show differences as small as the paper's: a verdict takes --seeds 3.
 The paper got: top-1 / top-5, in %: baseline (BN) 29.76 / 10.39, DBN-L1 29.50 / 10.26, IterNorm-L1 29.34 / 10.22,

@@ -3,7 +3,7 @@
 Reproduces: the paper's Table 3: single crop; the setting is that of Table 2.
 Claim: IterNorm in place of the first BN lowers the error of both networks, and decorrelating the features lowers it
 further.
-Command: iternorm run table3 --data "$ITERNORM_DATA" --device cuda && iternorm plot table3
+Command: iternorm run table3 --device cuda && iternorm plot table3
 Cost: estimated, not measured: 15 hours a run of ResNet-50 and 22 of ResNet-101, 110 hours in all, on one H200 with 16
 cores.
 The paper got: top-1 / top-5, in %: ResNet-50 baseline (BN) 23.95 / 7.02, IterNorm-L1 23.28 / 6.72, IterNorm-L1 + DF
