@@ -59,6 +59,15 @@ def test_a_mean_of_1000_deviations_does_no_harm(features):
     torch.testing.assert_close(white.T.cov().cpu(), torch.eye(features, dtype=torch.float64), rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("mean", [3.3, 1000.1])
+@pytest.mark.parametrize("features", [7, 128, 200])
+def test_a_constant_feature_has_no_variance(features, mean):
+    x = correlated(2000, features, dtype=torch.float32)
+    x[:, 2] = mean
+    whitener = Whitener().partial_fit(x[:500].cuda()).partial_fit(x[500:].cuda())
+    assert whitener.n_components_ == features - 1
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_batch_that_is_not_finite_changes_nothing(value):
     x = correlated(500, 8, dtype=torch.float32).cuda()

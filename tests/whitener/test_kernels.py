@@ -54,6 +54,15 @@ def test_a_stream_in_single_precision_equals_one_shot_in_double(features, deviat
     assert (whitener.mean_ - exact.mean_).abs().max() < 1e-6 * x.std(0).max()
 
 
+@pytest.mark.parametrize("mean", [3.3, 1000.1])
+def test_a_constant_feature_has_no_variance(mean):
+    x = correlated(300, 7, dtype=torch.float32)
+    x[:, 2] = mean
+    whitener = Whitener().partial_fit(x[:130]).partial_fit(x[130:])
+    assert whitener.n_components_ == 6
+    assert whitener.mean_[2] == x[0, 2]
+
+
 @pytest.mark.parametrize("deviations", [0, 1000])
 def test_a_batch_is_read_once_and_not_waited_for(deviations, monkeypatch):
     x = correlated(300, 7, dtype=torch.float32)
