@@ -49,7 +49,7 @@ pre code { padding: 0; }
 """
 
 # A number as our tables print it: sign, digits, exponent, then perhaps its error and a unit. A dash stands for "not
-# measured".
+# measured", and what was not run says so.
 _DIGITS = r"(?:inf|[-+−±]?\d[\d.,]*(?:e[-+]?\d+)?)"
 _UNIT = r"(?:%|×|x|s|ms|µs|MiB|GiB|points)?"
 _NUMBER = re.compile(rf"\s*(?:{_DIGITS}(?:\s*±\s*{_DIGITS})?\s*{_UNIT}|[–—∞-]|not run)\s*", re.IGNORECASE)

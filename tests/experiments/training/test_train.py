@@ -15,13 +15,12 @@ pytest.importorskip("safetensors")
 from iternorm.experiments.data.sources import open_source
 from iternorm.experiments.jobs.registry import Context
 from iternorm.experiments.recipe import Recipe
-from iternorm.experiments.training import checkpoint, graph, watch
+from iternorm.experiments.training import checkpoint, watch
 from iternorm.experiments.training import train as train_module
 from iternorm.experiments.training.checkpoint import CheckpointError
-from iternorm.experiments.training.graph import CapturedStep, EagerStep, is_capturable, new_scores, score
+from iternorm.experiments.training.graph import CapturedStep, EagerStep
 from iternorm.experiments.training.train import periods, train
 from iternorm.networks.models import build
-from iternorm.whitening.dispatch import Backend
 
 MLP = Recipe("generated-mnist", "mlp", "BN", 32, 0.1, 3, momentum=0.9, train_examples=200, test_examples=70, width=0.2)
 WRN = Recipe(
@@ -367,36 +366,12 @@ def test_a_device_that_is_not_there(tmp_path, device, message):
         train(MLP, Context(device, silent, tmp_path))
 
 
-def test_what_can_be_captured(monkeypatch):
-    gpu = torch.device("cuda")
-    # Without triton or with large groups ZCA is an eigendecomposition, which makes the host wait.
-    kernels = {True: Backend.TRITON, False: Backend.VERBS}
-    monkeypatch.setattr(graph, "choose", lambda settings, x: kernels[settings.group_size <= 64])
-    monkeypatch.setattr(graph, "_like", lambda layer: None)
-    captured = {"plain": True, "BN": True, "IterNorm T=5": True, "DBN-16": True, "DBN": False, "DBN-16 pca": False}
-    for norm, expected in captured.items():
-        model = build("mlp", norm, 10, (1, 4, 4))
-        assert is_capturable(model, gpu, 1) is expected
-        assert not is_capturable(model, gpu, 2)
-        assert not is_capturable(model, torch.device("cpu"), 1)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a capture to fail")
 def test_a_capture_that_fails_warns_and_trains_eagerly(tmp_path):
     with pytest.warns(UserWarning, match="could not be captured in a CUDA graph and is run eagerly"):
         rows = train(MLP, context(tmp_path / "a"), capture=True)
     assert timeless(rows) == timeless(train(MLP, context(tmp_path / "b")))
     assert issubclass(CapturedStep, EagerStep)
-
-
-def test_scores_are_sums():
-    logits = torch.tensor([[5.0, 1, 2, 0, 3, 4, *[-1.0] * 6]] * 2)
-    labels = torch.tensor([0, 3])
-    loss, scores = score(logits, labels)
-    assert loss == pytest.approx(cross_entropy(logits, labels).item() * 2)
-    assert scores.tolist() == pytest.approx([loss.item(), 1, 1])
-    assert score(logits[:, :10], labels)[1][2] == 0
-    assert new_scores(torch.device("cpu")).dtype == torch.float64
 
 
 @pytest.mark.slow
