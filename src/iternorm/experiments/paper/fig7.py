@@ -6,7 +6,7 @@ Claim: the fewest (T=0) and the most (T=7) iterations both learn less efficientl
 significantly worse test performance; IterNorm is not sensitive to a large group size, in training and in testing.
 Command: iternorm run fig7 --device cuda && iternorm plot fig7
 Cost: 27 runs on a GPU, 6 of them Figure 6's; on an H200 one takes 3.6 minutes alone (groups of 256), two side by side
-take 6.2, and the first needs half a minute more to compile kernels.
+take 6.2 and three under MPS 9 to 10, and the first needs half a minute more to compile kernels.
 The paper got: curves without numbers.
 Departures: those of Figure 6. 160 epochs for the groups too, as the paper says; its scripts have 200. "Significantly"
 is read as by a tenth of the other errors. By how much large groups may be worse for "not sensitive" was chosen after

@@ -4,8 +4,7 @@ Scores are summed on the device, so that no step makes the host wait.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,11 +64,6 @@ class EagerStep:
         self.backward = backward
         self.scores = scores
 
-    def set_learning_rate(self, lr: float) -> None:
-        """Take the steps that follow with this learning rate."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
     def __call__(self, images: Tensor, labels: Tensor) -> None:
         """Take one step on a batch."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -83,32 +77,15 @@ class EagerStep:
 
 
 class CapturedStep(EagerStep):
-    """A step of training that is one CUDA graph, captured at the first call: forward, backward, scores and optimizer.
+    """A step of training whose forward and backward are one CUDA graph, captured at the first call.
 
     Batches are copied into the graph's own; gradients lie where the capture put them and are overwritten by each
-    replay. The graph reads the learning rate from the device, so it may change. Where the capture fails, a warning says
-    why and steps are eager from then on.
+    replay. The optimizer runs after the replay, so that its learning rate may change. Where the capture fails, a
+    warning says why and steps are eager from then on.
     """
 
     _graph: torch.cuda.CUDAGraph | None = None
     _failed = False
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batch_size: float,
-        backward: Callable[[Tensor], Any],
-        scores: Tensor,
-    ):
-        super().__init__(model, optimizer, batch_size, backward, scores)
-        # fp32, as the optimizer's kernel reads it.
-        self._lr = torch.zeros((), dtype=torch.float32, device=scores.device)
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Take the steps that follow with this learning rate."""
-        super().set_learning_rate(lr)
-        self._lr.fill_(lr)
 
     def __call__(self, images: Tensor, labels: Tensor) -> None:
         """Take one step on a batch; all batches have the shape of the first."""
@@ -129,29 +106,28 @@ class CapturedStep(EagerStep):
                 )
                 return super().__call__(images, labels)
         self._graph.replay()
+        self.optimizer.step()
         return None
 
     def _capture(self, device: torch.device) -> torch.cuda.CUDAGraph:
-        """The graph of one step. Weights, momentum, running statistics, scores and random state are restored."""
+        """The graph of one step. Running statistics, scores and random state are restored afterwards."""
+        kept = [(tensor, tensor.detach().clone()) for tensor in (*self.model.buffers(), self.scores)]
         random_state = torch.cuda.get_rng_state(device)
-        changed = [*self.model.parameters(), *_momentum(self.optimizer), *self.model.buffers(), self.scores]
-        kept = [(tensor, tensor.detach().clone()) for tensor in changed]
         graph = torch.cuda.CUDAGraph()
         # Warm-up and capture share a stream, because gradients are accumulated on the stream that first saw them.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         try:
-            with _rate_on_device(self.optimizer, self._lr):
-                with torch.cuda.stream(stream):
-                    for _ in range(WARMUP_STEPS):
-                        super().__call__(self._images, self._labels)
-                torch.cuda.current_stream(device).wait_stream(stream)
-                # Without gradients to add to, the backward in the graph writes them.
-                self.optimizer.zero_grad(set_to_none=True)
-                # Other threads, which load data for one, may use the device meanwhile.
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.stream(stream):
+                for _ in range(WARMUP_STEPS):
+                    self.optimizer.zero_grad(set_to_none=True)
                     self._differentiate(self._images, self._labels)
-                    self.optimizer.step()
+            torch.cuda.current_stream(device).wait_stream(stream)
+            # Without gradients to add to, the backward in the graph writes them.
+            self.optimizer.zero_grad(set_to_none=True)
+            # Other threads, which load data for one, may use the device meanwhile.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._differentiate(self._images, self._labels)
         finally:
             torch.cuda.synchronize(device)
             with torch.no_grad():
@@ -159,31 +135,6 @@ class CapturedStep(EagerStep):
                     tensor.copy_(value)
             torch.cuda.set_rng_state(random_state, device)
         return graph
-
-
-def _momentum(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The momentum of each parameter. Where there is none yet it is zero, with which the first step is the same."""
-    found = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else ():
-            state = optimizer.state[parameter]
-            if state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            found.append(state["momentum_buffer"])
-    return found
-
-
-@contextmanager
-def _rate_on_device(optimizer: torch.optim.Optimizer, lr: Tensor) -> Iterator[None]:
-    """Let an optimizer read its learning rate from a tensor, for a while."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    try:
-        yield
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
 
 
 def is_capturable(model: nn.Module, device: torch.device, num_processes: int) -> bool:

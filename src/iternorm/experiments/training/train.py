@@ -90,7 +90,7 @@ def train(
         folder: Of the data; see `iternorm.experiments.data.datasets`.
         checkpoint_seconds: The least age of the last checkpoint for a new one. Unless given, `CHECKPOINT_SECONDS`, or
             more where writing takes more than a fiftieth of the time. The last row always has one.
-        capture: Replay each step from a CUDA graph; None is where `graph.is_capturable` says so.
+        capture: Replay forward and backward from a CUDA graph; None is where `graph.is_capturable` says so.
         network: Makes the network of a recipe for a source, whose `num_classes` and `in_shape` it may ask for; the
             names of recipes are then its own. Unless given, `models.build` makes it. It is called on the CPU, after
             torch's generator was seeded.
@@ -281,7 +281,8 @@ class _Run:
         recipe, first = self.recipe, period.epoch * self.source.iterations_per_epoch + period.start
         torch.manual_seed(mixed("train", recipe.seed, period.epoch, period.start, self.accelerator.process_index))
         lr = recipe.learning_rate(period.epoch)
-        self.step.set_learning_rate(lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.model.train()
         self.scores.zero_()
         taken, failure = 0, None
