@@ -98,7 +98,7 @@ def _steps() -> Iterator[tuple[str, Callable[[tuple[str, str, str]], Any]]]:
         def network(names: tuple[str, str, str], setting: dict = setting) -> float | None:
             return next((row["step_ms"] for row in setting["networks"] if row["name"] == names[1]), None)
 
-        yield f"VGG, batch {setting['batch_size']}, {setting['dtype']}, H200", network
+        yield f"VGG, batch {setting['batch_size']}, {setting['dtype']} {setting['layout']}, H200", network
     for case in cpu["cases"]:
 
         def on_cpu(names: tuple[str, str, str], case: dict = case) -> float | None:
