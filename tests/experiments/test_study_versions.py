@@ -75,6 +75,15 @@ def test_another_version_starts_anew_and_says_so(tmp_path, killed):
     assert (folder.with_name(folder.name + ".unusable") / "checkpoint").read_text() == "ReLU"
 
 
+def test_a_damaged_digest_is_that_of_another_version(tmp_path, killed):
+    experiment = study(tmp_path)
+    folder = registry.work_folder(killed, "mine", experiment.jobs()[0])
+    (folder / "study.sha256").write_bytes(b"\xff\xfe")
+    outcomes = list(swept(experiment, killed))
+    assert [outcome.what for outcome in outcomes] == ["ran", "ran"]
+    assert f"renamed to {folder.name}.unusable" in outcomes[0].set_aside
+
+
 def test_results_of_another_version_are_counted_and_told_apart(tmp_path):
     pytest.importorskip("matplotlib")
     first, root = study(tmp_path), tmp_path / "r"

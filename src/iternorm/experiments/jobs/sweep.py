@@ -201,11 +201,12 @@ def set_other_aside(experiment: Experiment, config: Config, root: Path) -> str |
     """Rename a job's folder if another version of the study's file began it, and say so: the job starts anew."""
     folder = registry.work_folder(root, experiment.home, config)
     try:
-        begun = (folder / _STUDY_FILE).read_text(encoding="utf-8")
+        # Bytes: a damaged file is not that of this version, and need not be text.
+        begun = (folder / _STUDY_FILE).read_bytes()
     # A file in the folder's place is told where the folder is made.
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if experiment.study_file is None or begun == experiment.study_file["sha256"]:
+    if experiment.study_file is None or begun == experiment.study_file["sha256"].encode():
         return None
     name = results.set_aside(folder).name
     return f"{folder} was begun by another version of {experiment.path}; renamed to {name}, and the job starts anew"
