@@ -130,6 +130,18 @@ def test_a_job_that_fails_is_named_and_the_others_run(invoke, tiny, monkeypatch)
     assert isinstance(invoke("run", "tiny").exception, ZeroDivisionError)
 
 
+def test_why_a_job_failed_is_said_at_once(invoke, tiny, monkeypatch):
+    def run(config, context):
+        if config["job"] == tiny.jobs()[0]["job"]:
+            raise FileNotFoundError("no folder there")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny_experiment, "run", run)
+    result = invoke("run", "tiny")
+    assert result.exit_code == 130
+    assert f"tiny {tiny.jobs()[0]['job']} failed: no folder there" in words(result.stderr)
+
+
 def test_a_data_folder_that_is_missing_is_said_once_or_twice(invoke, tiny, monkeypatch):
     def run(config, context):
         raise FileNotFoundError("no folder there")
