@@ -329,6 +329,13 @@ def test_a_figure_that_cannot_be_written_is_named_with_a_remedy(invoke, tiny, tm
         assert "results/tiny/tiny.png cannot be written: Is a directory: make room" in words(result.stderr)
 
 
+def test_a_report_that_cannot_be_written_is_named_as_it_would_be(invoke, tiny, tmp_path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "file").touch()
+    result = invoke("report", "tiny", "--out", "file/docs")
+    assert "error: file/docs/tiny.md cannot be written" in words(result.stderr)
+
+
 def test_report_writes_two_files_and_the_figures(invoke, tiny, tmp_path):
     invoke("run", "tiny")
     result = invoke("report", "--out", "d")
