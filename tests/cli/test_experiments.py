@@ -130,6 +130,18 @@ def test_a_job_that_fails_is_named_and_the_others_run(invoke, tiny, monkeypatch)
     assert isinstance(invoke("run", "tiny").exception, ZeroDivisionError)
 
 
+def test_why_a_job_failed_is_said_at_once(invoke, tiny, monkeypatch):
+    def run(config, context):
+        if config["job"] == tiny.jobs()[0]["job"]:
+            raise FileNotFoundError("no folder there")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny_experiment, "run", run)
+    result = invoke("run", "tiny")
+    assert result.exit_code == 130
+    assert f"tiny {tiny.jobs()[0]['job']} failed: no folder there" in words(result.stderr)
+
+
 def test_a_data_folder_that_is_missing_is_said_once_or_twice(invoke, tiny, monkeypatch):
     def run(config, context):
         raise FileNotFoundError("no folder there")
@@ -315,6 +327,13 @@ def test_a_figure_that_cannot_be_written_is_named_with_a_remedy(invoke, tiny, tm
         result = invoke(*verb)
         assert result.exit_code == 2
         assert "results/tiny/tiny.png cannot be written: Is a directory: make room" in words(result.stderr)
+
+
+def test_a_report_that_cannot_be_written_is_named_as_it_would_be(invoke, tiny, tmp_path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "file").touch()
+    result = invoke("report", "tiny", "--out", "file/docs")
+    assert "error: file/docs/tiny.md cannot be written" in words(result.stderr)
 
 
 def test_report_writes_two_files_and_the_figures(invoke, tiny, tmp_path):

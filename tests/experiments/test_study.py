@@ -122,6 +122,13 @@ def test_rows_without_errors_give_a_panel_that_says_so():
     assert [text.get_text() for text in axes.texts] == ["no row has train_error or test_error"]
 
 
+@pytest.mark.parametrize("norm", [["GroupNorm", 4], {"groups": 4}, None])
+def test_norms_without_a_name_are_drawn_by_their_jobs(norm):
+    rows = [{"epoch": 1, "test_error": 60}]
+    axes = plot_errors([Result("mine", {"job": job, "norm": norm}, rows, 1.0, {}) for job in "ab"]).axes[0]
+    assert [line.get_label() for line in axes.lines[::2]] == ["a", "b"]
+
+
 def test_a_worker_of_ray_that_lacks_the_file_gets_its_text(tmp_path):
     path = written(tmp_path)
     experiment = registry.get(str(path))

@@ -65,14 +65,26 @@ def test_the_same_version_goes_on_from_its_checkpoint(tmp_path, killed):
 def test_another_version_starts_anew_and_says_so(tmp_path, killed):
     experiment = study(tmp_path, EDITED)
     folder = registry.work_folder(killed, "mine", experiment.jobs()[0])
-    outcome = next(swept(experiment, killed))
-    assert outcome.result.rows[0]["begun"] is None
-    assert outcome.set_aside == (
+    (killed / "stop").touch()
+    # It is said when the job begins: here it does not end.
+    with pytest.warns(UserWarning, match="was begun by") as said, pytest.raises(KeyboardInterrupt):
+        next(swept(experiment, killed))
+    (warning,) = said
+    assert str(warning.message) == (
         f"{folder} was begun by another version of {tmp_path / 'mine.py'}; renamed to {folder.name}.unusable, and the "
         "job starts anew"
     )
     # What was begun is not lost.
     assert (folder.with_name(folder.name + ".unusable") / "checkpoint").read_text() == "ReLU"
+
+
+def test_a_damaged_digest_is_that_of_another_version(tmp_path, killed):
+    experiment = study(tmp_path)
+    folder = registry.work_folder(killed, "mine", experiment.jobs()[0])
+    (folder / "study.sha256").write_bytes(b"\xff\xfe")
+    with pytest.warns(UserWarning, match=f"renamed to {folder.name}.unusable"):
+        outcomes = list(swept(experiment, killed))
+    assert [outcome.what for outcome in outcomes] == ["ran", "ran"]
 
 
 def test_results_of_another_version_are_counted_and_told_apart(tmp_path):

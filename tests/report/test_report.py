@@ -1,5 +1,7 @@
 """Pages, tables and figures of the reports."""
 
+import errno
+import os
 import re
 
 import pytest
@@ -79,6 +81,18 @@ def test_write_makes_folders_and_replaces(tmp_path):
     write_text_atomically(path, "zwei ×")
     assert path.read_text(encoding="utf-8") == "zwei ×"
     assert [file.name for file in path.parent.iterdir()] == ["page.html"]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "file.txt"
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match=f"^{re.escape(str(path))} cannot be written: No space left on device: make room"):
+        write_text_atomically(path, "text")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_failed_write_keeps_the_old_file(tmp_path):

@@ -27,8 +27,8 @@ def report(
 
     if not results.is_dir():
         raise ValueError(f"--results {results} is no folder: `iternorm run` makes it")
-    check_outputs(out / "reproduction.md")
     chosen = registry.get_all(experiments) if experiments else None
+    check_outputs(out / f"{reproduction.name_of(chosen)}.md")
     for path in reproduction.write(results, out, chosen):
         tell_written(path)
     for experiment in chosen or ():

@@ -86,8 +86,10 @@ def plot_errors(results: Sequence[Result]) -> "Figure":
             dataclasses.replace(result, rows=[{**row, "row": number} for number, row in enumerate(result.rows, 1)])
             for result in results
         ]
-    runs = curves.by(results, "norm")
-    if None in runs or any(len({run.config.get("seed", 0) for run in found}) < len(found) for found in runs.values()):
+    # A configuration may describe its norm in a list or an object, which is no name either.
+    named = all(isinstance(run.config.get("norm"), str | int) for run in results)
+    runs = curves.by(results, "norm" if named else "job")
+    if any(len({run.config.get("seed", 0) for run in found}) < len(found) for found in runs.values()):
         runs = curves.by(results, "job")
     curves.draw(axes, runs, place)
     curves.limit_errors(axes, results)

@@ -41,14 +41,19 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> Path:
-    """Write `text` as UTF-8 so that `path` holds either its old content or all of the new. Makes missing folders."""
+    """Write `text` as UTF-8 so that `path` holds either its old content or all of the new. Makes missing folders.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, because a rename is atomic only within one file system.
     partial = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        partial.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(text, encoding="utf-8", newline="\n")
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
     return target

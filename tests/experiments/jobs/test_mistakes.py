@@ -67,6 +67,22 @@ def test_jobs_that_fail(tmp_path, function, sentence):
 
 
 @pytest.mark.parametrize(
+    "function",
+    [
+        "def jobs(plan): return [{'job': f's{(4, 8)[number]}'} for number in range(plan.seeds or 2)]",
+        "def jobs(plan): return [{'job': {'cpu': 'a'}[plan.device]}]",
+    ],
+)
+def test_seeds_and_devices_that_a_study_has_not_are_not_looked_for(tmp_path, function):
+    experiment = registry.get(str(written(tmp_path, f"{WORKS}\n{function}\n")))
+    outcomes = list(swept(experiment, tmp_path / "r"))
+    state = overview.survey(experiment, tmp_path / "r")
+    assert len(state.finished) == state.total == len(outcomes)
+    with pytest.raises(StudyError, match="in jobs"):
+        registry.select([experiment], Plan(seeds=3, device="cuda"))
+
+
+@pytest.mark.parametrize(
     ("function", "sentence"),
     [
         ("def run(config, context):\n    raise ValueError('no')", ", line 9, in run: ValueError: no"),

@@ -85,6 +85,12 @@ def test_survey_finds_results_of_the_other_device(seeded, tmp_path):
     assert str(overview.survey(seeded, tmp_path)) == "1 of 2"
 
 
+def test_survey_finds_more_seeds_of_the_other_device(seeded, tmp_path):
+    seeded.module.jobs = lambda plan: [{"job": f"{plan.device}-s{seed}"} for seed in range(plan.seeds or 1)]
+    save(seeded, tmp_path, "cuda-s0", "cuda-s1", "cuda-s2", plan=Plan(device="cuda", seeds=3))
+    assert str(overview.survey(seeded, tmp_path)) == "3 of 4"
+
+
 def test_nothing_to_draw_is_named(seeded, tmp_path):
     with pytest.raises(ValueError, match=r"seeded: none of 4 results is in .*`iternorm run seeded --results .*`"):
         overview.draw(seeded, tmp_path)

@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import re
 import shutil
 
@@ -131,6 +132,19 @@ def test_a_result_that_cannot_be_saved_names_its_path_and_loses_no_other(countin
     config = counting.jobs()[0]
     assert (registry.work_folder(tmp_path, "counting", config) / "checkpoint").exists()
     assert not locks.is_held(registry.lock_path(tmp_path, "counting", config))
+
+
+def test_a_disk_that_fills_up_is_told_once_and_ends_the_sweep(counting, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    counting.module.jobs = lambda plan: [{"job": f"n{number}", "number": number} for number in range(5)]
+    monkeypatch.setattr(os, "replace", full)
+    outcomes = list(swept(counting, tmp_path))
+    # The errors name different files and have one cause.
+    assert [outcome.what for outcome in outcomes] == ["failed", "failed"]
+    for outcome in outcomes:
+        assert str(outcome.error).startswith(f"{outcome.path} could not be saved: No space left on device: make room")
 
 
 @pytest.mark.parametrize(

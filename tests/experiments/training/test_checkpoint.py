@@ -60,6 +60,32 @@ def test_a_restored_run_goes_on_as_the_other(tmp_path):
         assert torch.equal(tensor, other.state_dict()[name]), name
 
 
+def test_weights_that_are_tied_or_share_memory_are_kept(tmp_path):
+    def tied():
+        layer, whole = nn.Linear(8, 8), torch.rand(6)
+        model = nn.Sequential(layer, nn.ReLU(), layer)
+        model.register_buffer("whole", whole)
+        model.register_buffer("part", whole[2:4])
+        return model
+
+    model = tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 8)).square().sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path, RECIPE, ROWS, model, optimizer)
+    other = tied()
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    checkpoint.load(tmp_path, RECIPE).restore(other, other_optimizer)
+    assert other[0].weight is other[2].weight
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+    momentum = (
+        steps.state[net.get_parameter("0.weight")]["momentum_buffer"]
+        for net, steps in ((model, optimizer), (other, other_optimizer))
+    )
+    assert torch.equal(*momentum)
+
+
 def test_a_run_without_momentum_has_none(tmp_path):
     model = network()
     checkpoint.save(tmp_path, RECIPE, ROWS, model, trained(model, momentum=0))

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 pytest.importorskip("accelerate")
 pytest.importorskip("safetensors")
 
+from iternorm import LazyIterNorm2d
 from iternorm.experiments.data.sources import open_source
 from iternorm.experiments.jobs.registry import Context
 from iternorm.experiments.recipe import Recipe
@@ -140,6 +142,22 @@ def test_a_run_with_dropout_resumes_inside_an_epoch(tmp_path, monkeypatch):
     rows = train(WRN, context(tmp_path / "parts"), checkpoint_seconds=0)
     assert timeless(rows) == timeless(expected)
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+
+
+def test_a_run_with_lazy_layers_resumes(tmp_path):
+    def network(recipe, source):
+        return nn.Sequential(nn.LazyConv2d(4, 3), LazyIterNorm2d(), nn.Flatten(), nn.LazyLinear(source.num_classes))
+
+    rows = train(MLP, context(tmp_path / "whole"), network=network)
+
+    def stop(done, total, **values):
+        if done > 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(MLP, context(tmp_path / "cut", stop), network=network, checkpoint_seconds=0)
+    assert checkpoint.load(tmp_path / "cut", MLP).rows
+    assert timeless(train(MLP, context(tmp_path / "cut"), network=network)) == timeless(rows)
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):

@@ -55,7 +55,7 @@ def write(root: Path, folder: Path, experiments: Sequence[Experiment] | None = N
         folder: Where to write.
         experiments: A report of these alone, in ``ID.md`` and ``ID.html``, or in ``report.md`` where there are several.
     """
-    name = "reproduction" if experiments is None else experiments[0].id if len(experiments) == 1 else "report"
+    name = name_of(experiments)
     title, summary, sections = _collect(root, experiments)
     for section in sections:
         for block in section.blocks:
@@ -68,6 +68,11 @@ def write(root: Path, folder: Path, experiments: Sequence[Experiment] | None = N
         write_text_atomically(folder / f"{name}.md", blocks.markdown(title, summary, sections, folder)),
         write_text_atomically(folder / f"{name}.html", blocks.page(title, subtitle, summary, sections)),
     ]
+
+
+def name_of(experiments: Sequence[Experiment] | None) -> str:
+    """What the files of `write` are called, without their suffixes."""
+    return "reproduction" if experiments is None else experiments[0].id if len(experiments) == 1 else "report"
 
 
 def _collect(root: Path, experiments: Sequence[Experiment] | None = None) -> tuple[str, list[Block], list[Section]]:

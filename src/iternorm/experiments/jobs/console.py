@@ -146,7 +146,9 @@ def _raised(error: BaseException) -> BaseException:
 
 
 def _print_failure(error: Exception, name: str, errors: "Console") -> None:
-    raised = _raised(error)
+    raised, reason = _raised(error), f": {error}"
     if not isinstance(raised, _USER_ERRORS):
         errors.print("".join(traceback.format_exception(raised)), highlight=False, markup=False, soft_wrap=True)
-    errors.print(f"{name} failed", style="red", highlight=False, markup=False, soft_wrap=True)
+        reason = ""
+    # Now: the line at the end may be hours away, and one who stops the sweep never sees it.
+    errors.print(f"{name} failed{reason}", style="red", highlight=False, markup=False, soft_wrap=True)

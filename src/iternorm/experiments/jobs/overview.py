@@ -7,6 +7,7 @@ from pathlib import Path
 
 from iternorm.experiments.jobs import locks, registry, results
 from iternorm.experiments.jobs.findings import Contrast
+from iternorm.experiments.jobs.mistakes import StudyError
 from iternorm.experiments.jobs.registry import Experiment, Plan
 from iternorm.experiments.jobs.results import Config, Result
 from iternorm.report.files import writing
@@ -57,12 +58,22 @@ def survey(experiment: Experiment, root: Path, *, smoke: bool = False) -> State:
     unusable: list[str] = []
     running = 0
     seen: set[Path] = set()
+    base = Plan(smoke=smoke)
+
+    def jobs(plan: Plan) -> list[Config]:
+        """The plan's jobs; none where a study raises on a device or a number of seeds that nobody asked for."""
+        try:
+            return experiment.jobs(plan)
+        except StudyError:
+            if plan == base:
+                raise
+            return []
 
     def look(plan: Plan, *, wanted: bool) -> bool:
         """Note the plan's jobs; returns False where it has new ones and nobody began any."""
         nonlocal running
         new = begun = 0
-        for config in experiment.jobs(plan):
+        for config in jobs(plan):
             path = results.result_path(root, experiment.home, config)
             if path in seen:
                 continue
@@ -85,13 +96,13 @@ def survey(experiment: Experiment, root: Path, *, smoke: bool = False) -> State:
                 missing.append(config)
         return begun > 0 or new == 0
 
-    base = Plan(smoke=smoke)
     look(base, wanted=True)
-    look(replace(base, device="cuda"), wanted=False)
-    for seeds in range(1, _MOST_SEEDS):
-        plan = replace(base, seeds=seeds)
-        if experiment.jobs(plan) == experiment.jobs(replace(base, seeds=seeds + 1)) or not look(plan, wanted=False):
-            break
+    for device in ("cpu", "cuda"):
+        look(replace(base, device=device), wanted=False)
+        for seeds in range(1, _MOST_SEEDS):
+            plan = replace(base, device=device, seeds=seeds)
+            if jobs(plan) == jobs(replace(plan, seeds=seeds + 1)) or not look(plan, wanted=False):
+                break
     others = [name for result in finished if (name := experiment.other_maker(result))]
     notes = [
         f"{count} of {len(finished)} results of {experiment.id} are by another version of {name}: "

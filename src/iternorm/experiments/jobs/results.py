@@ -146,10 +146,12 @@ def save(root: Path, result: Result) -> Path:
     try:
         return write_text_atomically(path, _readable(content) + "\n")
     except OSError as error:
+        # The system's own error, whose number tells whether two failures are alike.
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
         raise OSError(
-            f"{path} could not be saved: {error.strerror or error}: make room or change permissions there, and run the "
+            f"{path} could not be saved: {cause.strerror or cause}: make room or change permissions there, and run the "
             "job again; its checkpoint, where it writes any, is kept"
-        ) from error
+        ) from cause
 
 
 def load(root: Path, experiment: str, config: Config) -> Result | None:

@@ -9,6 +9,7 @@ import functools
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class Outcome:
         path: The file of its result.
         what: One of four words.
         result: The result, where there is one.
-        set_aside: Why a file or a folder that was there could not be used, and its new path.
+        set_aside: Why a file that was there could not be used, and its new path.
         error: What was raised, where it failed.
     """
 
@@ -183,8 +184,8 @@ def take(experiment: Experiment, config: Config, root: Path) -> Taken | Outcome:
             found, notice = results.load(root, experiment.home, config), None
         except results.UnusableResultError as error:
             found, notice = None, f"{error}; renamed to {results.set_aside(path).name}"
-        begun = set_other_aside(experiment, config, root) if found is None else None
-        notice = "; ".join(filter(None, (notice, begun))) or None
+        if found is None:
+            set_other_aside(experiment, config, root)
     except BaseException as error:
         if claim is not None:
             claim.release()
@@ -197,18 +198,25 @@ def take(experiment: Experiment, config: Config, root: Path) -> Taken | Outcome:
     return Taken(claim, notice)
 
 
-def set_other_aside(experiment: Experiment, config: Config, root: Path) -> str | None:
-    """Rename a job's folder if another version of the study's file began it, and say so: the job starts anew."""
+def set_other_aside(experiment: Experiment, config: Config, root: Path) -> None:
+    """Rename a job's folder if another version of the study's file began it, and warn: the job starts anew.
+
+    It is a warning and no part of the outcome, which comes when the job has ended, hours later or never.
+    """
     folder = registry.work_folder(root, experiment.home, config)
     try:
-        begun = (folder / _STUDY_FILE).read_text(encoding="utf-8")
+        # Bytes: a damaged file is not that of this version, and need not be text.
+        begun = (folder / _STUDY_FILE).read_bytes()
     # A file in the folder's place is told where the folder is made.
     except (FileNotFoundError, NotADirectoryError):
-        return None
-    if experiment.study_file is None or begun == experiment.study_file["sha256"]:
-        return None
+        return
+    if experiment.study_file is None or begun == experiment.study_file["sha256"].encode():
+        return
     name = results.set_aside(folder).name
-    return f"{folder} was begun by another version of {experiment.path}; renamed to {name}, and the job starts anew"
+    warnings.warn(
+        f"{folder} was begun by another version of {experiment.path}; renamed to {name}, and the job starts anew",
+        stacklevel=2,
+    )
 
 
 def context_for(

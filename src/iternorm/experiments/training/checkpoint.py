@@ -123,7 +123,7 @@ def _write(
 
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, place / _WEIGHTS)
+    save_file(_apart(model.state_dict()), place / _WEIGHTS)
     momentum = {}
     for name, parameter in model.named_parameters():
         buffer = optimizer.state.get(parameter, {}).get("momentum_buffer")
@@ -137,6 +137,17 @@ def _write(
     for name in _FILES:
         _to_disk(place / name)
     _to_disk(place)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, contiguous. Those that share memory with one before are copied: safetensors refuses tied weights."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        found[name] = (tensor.clone() if memory in seen else tensor).contiguous()
+        seen.add(memory)
+    return found
 
 
 def load(folder: Path, recipe: Recipe) -> Checkpoint | None:

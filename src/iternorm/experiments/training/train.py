@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from iternorm.experiments.data.seeds import mixed
 from iternorm.experiments.data.sources import Source, open_source
@@ -145,6 +146,7 @@ class _Run:
         # On the CPU, so that every device starts from the same weights.
         torch.manual_seed(recipe.seed)
         model = network(recipe, self.source)
+        _give_shapes(model, self.source)
         if laid_out.channels_last:
             model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.model = model.to(device)
@@ -297,6 +299,13 @@ class _Run:
         if self.source.num_classes > 10:
             found[f"{split}_error_top5"] = 100 * wrong_of_five / examples
         return found
+
+
+def _give_shapes(model: nn.Module, source: Source) -> None:
+    """Make the weights of lazy layers here, like all others: a checkpoint, for one, does not fit layers without."""
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        with torch.no_grad():
+            model.eval()(torch.zeros(2, *source.in_shape))
 
 
 def _build(recipe: Recipe, source: Source) -> nn.Module:
