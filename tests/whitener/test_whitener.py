@@ -229,6 +229,16 @@ def test_a_failed_call_changes_nothing(method, change, error, text):
     torch.testing.assert_close(whitener.transform(x), y, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("method", ["partial_fit", "fit"])
+def test_a_variance_that_overflows_is_refused_whatever_the_others_are(method):
+    x = data().float()
+    whitener = Whitener().fit(x)
+    state = snapshot(whitener)
+    with pytest.raises(ValueError, match="whose squares overflow"):
+        getattr(whitener, method)(x * torch.tensor([1e20, 1, 1, 1, 1, 1, 1]))
+    torch.testing.assert_close(snapshot(whitener), state, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("words", "samples", "text"),
     [

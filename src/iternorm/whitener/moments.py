@@ -98,8 +98,10 @@ def _in_torch(samples: Tensor) -> Moments:
     mean, covariance = operators.call(operators.moments, samples, samples.shape[1], "auto")
     mean, covariance = mean.double(), covariance[0].double()
     # By how much the square of a mean exceeds `_FAR` deviations; NaN if there is one among the samples.
-    largest = float(torch.addcmul(_FAR**2 * -covariance.diagonal(), mean, mean).amax())
-    if not math.isfinite(largest):
+    excess = torch.addcmul(_FAR**2 * -covariance.diagonal(), mean, mean)
+    smallest, largest = torch.stack(excess.aminmax()).tolist()
+    # A variance that has overflowed makes the smallest infinite.
+    if not (math.isfinite(smallest) and math.isfinite(largest)):
         raise not_finite()
     if largest > 0:
         # All the variance that a constant has is what its mean was rounded by (measured: at most 3 of these roundings).
