@@ -149,6 +149,14 @@ def test_moments_move_and_stay_in_double_precision():
     assert whitener.to("cpu").partial_fit(x).mean_.dtype == torch.float64
 
 
+def test_tensors_stay_off_the_default_device():
+    # A mean that is summed once more.
+    x = data().float() + 1000
+    expected = Whitener().fit(x).transform(x)
+    with torch.device("meta"):
+        torch.testing.assert_close(Whitener().partial_fit(x).transform(x), expected)
+
+
 def test_gradients_reach_the_input_and_not_the_fit():
     x = data(20, 3).requires_grad_()
     whitener = Whitener().fit(x)

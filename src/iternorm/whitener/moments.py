@@ -1,7 +1,7 @@
 """Mean and covariance of a stream: one batch at a time, or part by part on several workers."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,8 +112,8 @@ def _in_torch(samples: Tensor) -> Moments:
         if samples.dtype != torch.float64:
             # A mean that fp32 has rounded is off by more of a deviation than the samples' own roundings, which average
             # out.
-            total = sum(block.double().sum(0) for block in samples.split(_BLOCK))
-            mean = torch.as_tensor(total) / len(samples)
+            total: Any = sum(block.double().sum(0) for block in samples.split(_BLOCK))
+            mean = total / len(samples)
     return Moments(len(samples), mean, covariance, resolution_of(samples.dtype))
 
 
