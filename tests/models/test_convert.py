@@ -208,6 +208,28 @@ def test_a_forward_over_a_list_uses_the_new_layers():
         torch.testing.assert_close(model(x), expected)
 
 
+def test_a_forward_that_looks_into_a_dict_uses_the_new_layers():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), trained(nn.BatchNorm2d(4))
+            self.norms = {"after": self.norm}
+
+        def forward(self, x):
+            return self.norms["after"](self.conv(x)).relu()
+
+    for fuse in (False, True):
+        model, x = Named().eval(), torch.randn(5, 3, 4, 4)
+        expected = model(x)
+        convert_batchnorm(model, fuse=fuse)
+        assert model.norms["after"] is model.norm
+        torch.testing.assert_close(model(x), expected)
+        for inputs in (None, x):
+            folded: Any = iternorm.fold(model, inputs)[0]
+            assert type(folded.norms["after"]) is nn.Identity
+            torch.testing.assert_close(folded(x), expected)
+
+
 def test_where():
     def network():
         return nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(8)))

@@ -149,6 +149,14 @@ def test_moments_move_and_stay_in_double_precision():
     assert whitener.to("cpu").partial_fit(x).mean_.dtype == torch.float64
 
 
+def test_tensors_stay_off_the_default_device():
+    # A mean that is summed once more.
+    x = data().float() + 1000
+    expected = Whitener().fit(x).transform(x)
+    with torch.device("meta"):
+        torch.testing.assert_close(Whitener().partial_fit(x).transform(x), expected)
+
+
 def test_gradients_reach_the_input_and_not_the_fit():
     x = data(20, 3).requires_grad_()
     whitener = Whitener().fit(x)
@@ -227,6 +235,16 @@ def test_a_failed_call_changes_nothing(method, change, error, text):
         getattr(whitener, method)(bad)
     torch.testing.assert_close(snapshot(whitener), state, rtol=0, atol=0)
     torch.testing.assert_close(whitener.transform(x), y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", ["partial_fit", "fit"])
+def test_a_variance_that_overflows_is_refused_whatever_the_others_are(method):
+    x = data().float()
+    whitener = Whitener().fit(x)
+    state = snapshot(whitener)
+    with pytest.raises(ValueError, match="whose squares overflow"):
+        getattr(whitener, method)(x * torch.tensor([1e20, 1, 1, 1, 1, 1, 1]))
+    torch.testing.assert_close(snapshot(whitener), state, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

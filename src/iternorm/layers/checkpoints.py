@@ -49,8 +49,10 @@ def translate(layer, state: dict[str, Any], *, assigned: bool = False) -> dict[s
             f"the state_dict holds running_{other} and this layer keeps {matrix_name}; build it with running={other!r}"
         )
     # BatchNorm before its version 2, and the authors, count no batches.
-    if "running_mean" in state:
-        state.setdefault("num_batches_tracked", torch.tensor(0))
+    mean = state.get("running_mean")
+    if isinstance(mean, Tensor):
+        # Where the mean is: the count may be assigned, not copied.
+        state.setdefault("num_batches_tracked", torch.tensor(0, device=mean.device))
     return state
 
 

@@ -117,11 +117,14 @@ def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module
         for name, child in parent._modules.items():
             if child is not None and child in replacements and replacements[child] is not parent:
                 parent._modules[name] = replacements[child]
-        # A forward may run over a list of children that are registered elsewhere.
+        # A forward may run over a list, or look into a dict, of children that are registered elsewhere.
         for name, value in vars(parent).items():
             if type(value) in (list, tuple) and any(isinstance(v, nn.Module) and v in replacements for v in value):
                 new = [replacements.get(v, v) if isinstance(v, nn.Module) else v for v in value]
                 vars(parent)[name] = type(value)(new)
+            elif type(value) is dict and name != "_modules":
+                held = {key: v for key, v in value.items() if isinstance(v, nn.Module) and v in replacements}
+                value.update({key: replacements[v] for key, v in held.items()})
     return replacements.get(model, model)
 
 

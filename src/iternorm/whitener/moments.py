@@ -1,7 +1,7 @@
 """Mean and covariance of a stream: one batch at a time, or part by part on several workers."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,8 +98,10 @@ def _in_torch(samples: Tensor) -> Moments:
     mean, covariance = operators.call(operators.moments, samples, samples.shape[1], "auto")
     mean, covariance = mean.double(), covariance[0].double()
     # By how much the square of a mean exceeds `_FAR` deviations; NaN if there is one among the samples.
-    largest = float(torch.addcmul(_FAR**2 * -covariance.diagonal(), mean, mean).amax())
-    if not math.isfinite(largest):
+    excess = torch.addcmul(_FAR**2 * -covariance.diagonal(), mean, mean)
+    smallest, largest = torch.stack(excess.aminmax()).tolist()
+    # A variance that has overflowed makes the smallest infinite.
+    if not (math.isfinite(smallest) and math.isfinite(largest)):
         raise not_finite()
     if largest > 0:
         # All the variance that a constant has is what its mean was rounded by (measured: at most 3 of these roundings).
@@ -110,8 +112,8 @@ def _in_torch(samples: Tensor) -> Moments:
         if samples.dtype != torch.float64:
             # A mean that fp32 has rounded is off by more of a deviation than the samples' own roundings, which average
             # out.
-            total = sum(block.double().sum(0) for block in samples.split(_BLOCK))
-            mean = torch.as_tensor(total) / len(samples)
+            total: Any = sum(block.double().sum(0) for block in samples.split(_BLOCK))
+            mean = total / len(samples)
     return Moments(len(samples), mean, covariance, resolution_of(samples.dtype))
 
 

@@ -258,3 +258,10 @@ def test_assign_keeps_the_given_tensors():
     state = IterNorm2d(8).state_dict()
     layer.load_state_dict(state, assign=True)
     assert layer(torch.randn(4, 8, 2, 2)).isfinite().all()
+
+
+def test_an_assigned_state_without_a_batch_count_gets_one_on_its_device():
+    state = {name: value for name, value in nn.BatchNorm2d(6, device="meta").state_dict().items() if "num" not in name}
+    layer = IterNorm2d(6)
+    layer.load_state_dict(state, assign=True)
+    assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}

@@ -235,6 +235,15 @@ def test_other_memory_in_contiguous_out(training, group_size):
     assert IterNorm1d(4, group_size=group_size).train(training)(torch.randn(4, 8).T).is_contiguous()
 
 
+@pytest.mark.parametrize("shape", [(32, 64, 6, 6), (8, 6, 2, 2)], ids=["kernels", "torch"])
+@pytest.mark.parametrize("group_size", [4, None])
+def test_tensors_stay_off_the_default_device(shape, group_size):
+    layer, x = IterNorm2d(shape[1], group_size=group_size), 1 + torch.randn(shape)
+    expected = step(copy.deepcopy(layer), x)
+    with torch.device("meta"):
+        assert_all_close(step(layer, x), expected)
+
+
 def test_frozen_in_eval_back_propagates():
     model = network().eval()
     for parameter in model.parameters():

@@ -166,7 +166,8 @@ def _results(x: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
 def workspace_for(size_of, shape: ctypes.Structure, *args) -> Tensor:
     """Memory that a kernel needs while it runs."""
     size_of.restype = ctypes.c_long
-    return torch.empty(size_of(ctypes.byref(shape), *args), dtype=torch.uint8)
+    # Here, and not on torch's default device.
+    return torch.empty(size_of(ctypes.byref(shape), *args), dtype=torch.uint8, device="cpu")
 
 
 def address_of(tensor: Tensor) -> ctypes.c_void_p:

@@ -6,6 +6,8 @@ through a workspace of a fraction of the activation, in fp32 for half and bfloat
 (see `iternorm.whitening.groups`).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -92,14 +94,15 @@ def _is_offset(mean: Tensor, variance: Tensor, deviations: float) -> bool:
 
 def _moments_about(layout: Layout, view: Tensor, pilot: Tensor | None) -> tuple[Tensor, Tensor]:
     """Mean ``[G, d]`` and covariance from sums about `pilot` (zero where None)."""
-    total = second = 0
+    total: Any = 0
+    second: Any = 0
     for tile in layout.tiles(view, copied=pilot is not None):
         block = layout.load(view, tile, pilot)
         total = total + layout.channel_sum(block)
         second = second + layout.product(block, block)
     num_samples = layout.num_samples(view)
-    delta = torch.as_tensor(total) / num_samples
-    covariance = torch.as_tensor(second) / num_samples - delta[:, :, None] * delta[:, None, :]
+    delta = total / num_samples
+    covariance = second / num_samples - delta[:, :, None] * delta[:, None, :]
     return (delta if pilot is None else pilot + delta), covariance
 
 
@@ -115,15 +118,16 @@ def cross_moments(grad: Tensor, x: Tensor, mean: Tensor, group_size: int) -> tup
         layout = layout_for(planes, part, compute_dtype(planes.dtype))
         grad_view, view = layout.view(grad_planes), layout.view(planes)
         part_mean = mean[part.channels].view(part.count, part.size)
-        total = cross = 0
+        total: Any = 0
+        cross: Any = 0
         for tile in layout.tiles(view, copied=grad_view.stride() != view.stride()):
             tile_total, tile_cross = layout.cross(
                 layout.load(grad_view, tile, None), layout.load(view, tile, None), part_mean
             )
             total = total + tile_total
             cross = cross + tile_cross
-        sums.append(torch.as_tensor(total).flatten())
-        crosses.append(torch.as_tensor(cross))
+        sums.append(total.flatten())
+        crosses.append(cross)
     return torch.cat(sums), pad(crosses)
 
 
