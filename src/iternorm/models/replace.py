@@ -112,19 +112,23 @@ def carry_hooks(old: nn.Module, new: nn.Module) -> None:
 
 def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """Put each replacement wherever its key is used. Returns the model, or its own replacement."""
-    parents = list(model.modules()) + list(replacements.values())
-    for parent in parents:
+
+    def is_replaced(value: object) -> bool:
+        return isinstance(value, nn.Module) and value in replacements
+
+    def renewed(value: Any) -> Any:
+        return replacements[value] if is_replaced(value) else value
+
+    for parent in [*model.modules(), *replacements.values()]:
         for name, child in parent._modules.items():
             if child is not None and child in replacements and replacements[child] is not parent:
                 parent._modules[name] = replacements[child]
         # A forward may run over a list, or look into a dict, of children that are registered elsewhere.
         for name, value in vars(parent).items():
-            if type(value) in (list, tuple) and any(isinstance(v, nn.Module) and v in replacements for v in value):
-                new = [replacements.get(v, v) if isinstance(v, nn.Module) else v for v in value]
-                vars(parent)[name] = type(value)(new)
-            elif type(value) is dict and name != "_modules":
-                held = {key: v for key, v in value.items() if isinstance(v, nn.Module) and v in replacements}
-                value.update({key: replacements[v] for key, v in held.items()})
+            if type(value) in (list, tuple) and any(map(is_replaced, value)):
+                vars(parent)[name] = type(value)(map(renewed, value))
+            elif type(value) is dict and name != "_modules" and any(map(is_replaced, value.values())):
+                vars(parent)[name] = {key: renewed(each) for key, each in value.items()}
     return replacements.get(model, model)
 
 

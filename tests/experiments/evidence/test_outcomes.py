@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from iternorm.experiments.evidence import outcomes, palette
-from iternorm.experiments.evidence.outcomes import Seeds, claim_lower
+from iternorm.experiments.evidence.outcomes import Seeds, claim_lower, finals
 from iternorm.experiments.jobs.findings import Comparison, Finding, Verdict
 from iternorm.experiments.jobs.results import Result
 
@@ -109,3 +110,10 @@ def test_numbers_are_drawn_and_told_in_words():
     # Ours have the colours of their norms, the paper's none.
     ours = [color for marker, x, color in drawn if marker == "o" and len(x)]
     assert ours == [palette.color_of("BN"), palette.color_of("IterNorm T=5")]
+
+
+def test_runs_of_one_seed_are_no_repeats():
+    runs = [result(8.0, job="small"), result(9.0, job="other", seed=1), result(7.0, job="large")]
+    assert finals(runs[:2]).values == (8.0, 9.0)
+    with pytest.raises(ValueError, match="two runs of one seed, small and large: give the runs of one setting"):
+        finals(runs)

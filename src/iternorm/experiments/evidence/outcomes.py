@@ -26,7 +26,17 @@ def select(results: Sequence[Result], model: str, norm: str) -> list[Result]:
 
 
 def over_seeds(results: Sequence[Result], value: Callable[[Result], float]) -> Seeds:
-    """A number of each of the results, which differ in their seeds."""
+    """A number of each of the results, which differ in their seeds.
+
+    Raises:
+        ValueError: Two have the same seed, so they differ in something else, and are not repeats of one training.
+    """
+    first: dict[Any, Result] = {}
+    for result in results:
+        other = first.setdefault(result.config.get("seed", 0), result)
+        if other is not result:
+            jobs = f"{other.config['job']} and {result.config['job']}"
+            raise ValueError(f"results holds two runs of one seed, {jobs}: give the runs of one setting")
     return Seeds(curves.seeds(results, value), sum(map(curves.diverged, results)))
 
 
