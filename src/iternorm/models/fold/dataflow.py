@@ -1,13 +1,12 @@
 """Which layers feed a whitening layer and nothing else: what folding has to know about a model.
 
 Two ways to find out. `traced` follows the model symbolically with torch.fx and needs no input; it stops at control flow
-that depends on the input. `recorded` runs the model once on given inputs and watches every operation.
+that depends on the input. `recording.recorded` runs the model once on given inputs and watches every operation.
 """
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,14 +87,14 @@ def traced(model: nn.Module) -> Flow:
     kept = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     taken = {id(kept[str(node.target)]) for node in graph.nodes if node.op == "get_attr" and node.target in kept}
     looked_at = tracer.looked_at | used.seen | taken
-    read = {layer for value, owners in _owners(model).items() if value in looked_at for layer in owners}
-    once = _called_once(called.values(), model) - read
+    read = {layer for value, owners in owners_of(model).items() if value in looked_at for layer in owners}
+    once = called_once(called.values(), model) - read
     flow = Flow(read=read)
     for node, norm in called.items():
         if not isinstance(norm, WhiteningNorm):
             continue
         flow.dtypes[norm] |= _dtype(node, called)
-        residual = _residual(node.args, node.kwargs)
+        residual = residual_of(node.args, node.kwargs)
         if residual is not None:
             flow.added_to.add(norm)
         if norm not in once:
@@ -113,10 +112,21 @@ def traced(model: nn.Module) -> Flow:
         while len(target.users) == 1:
             target = next(iter(target.users))
             if not _passes(called.get(target)):
-                if is_linear_map(called.get(target)) and called[target] in once:
+                joined = is_linear_map(called.get(target)) and called[target] in once
+                if joined and not _may_change(_source(node), node, target, called):
                     flow.following[norm] = called[target]
                 break
     return flow
+
+
+def _may_change(source: Any, first: fx.Node, last: fx.Node, called: Mapping[fx.Node, nn.Module]) -> bool:
+    """Whether a value may be changed in place between two nodes: folded into the latter, a norm would take it there.
+
+    A trace shows ``x += 1`` as an addition, so of all that uses the value only torch's layers are known to leave it.
+    """
+    order = {each: index for index, each in enumerate(first.graph.nodes)}
+    between = [each for each in getattr(source, "users", ()) if order[first] < order[each] < order[last]]
+    return any(each not in called or getattr(called[each], "inplace", False) for each in between)
 
 
 def _passes(layer: Any) -> bool:
@@ -146,12 +156,12 @@ def _dtype(node: fx.Node, called: Mapping[fx.Node, nn.Module]) -> set[torch.dtyp
     return set()
 
 
-def _residual(args: Any, kwargs: Any) -> Any:
+def residual_of(args: Any, kwargs: Any) -> Any:
     """What is added to the output of a whitening layer, in a call of it."""
     return args[1] if len(args) > 1 else kwargs.get("residual")
 
 
-def _called_once(calls: Iterable[nn.Module], model: nn.Module) -> set[nn.Module]:
+def called_once(calls: Iterable[nn.Module], model: nn.Module) -> set[nn.Module]:
     """Layers that are called once, in one place, with their own parameters and without hooks."""
     places = Counter(layer for _, layer in model.named_modules(remove_duplicate=False))
     owners = Counter(p for layer in model.modules() for p in layer._parameters.values())
@@ -165,7 +175,7 @@ def _called_once(calls: Iterable[nn.Module], model: nn.Module) -> set[nn.Module]
     }
 
 
-def _owners(model: nn.Module) -> dict[int, set[nn.Module]]:
+def owners_of(model: nn.Module) -> dict[int, set[nn.Module]]:
     """The layers that have each parameter and buffer, by its address."""
     found: dict[int, set[nn.Module]] = defaultdict(set)
     for layer in model.modules():
@@ -228,108 +238,3 @@ class _Used(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.update(id(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
         return func(*args, **(kwargs or {}))
-
-
-def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flow:
-    """The flow of one run of the model on these arguments, and the dimensions of the whitening layers' inputs."""
-    recorder = _Recorder()
-    handles = []
-    for layer in model.modules():
-        if isinstance(layer, WhiteningNorm) or is_linear_map(layer):
-            handles.append(layer.register_forward_pre_hook(recorder.enter, prepend=True, with_kwargs=True))
-            handles.append(layer.register_forward_hook(recorder.leave))
-    try:
-        with torch.no_grad(), recorder, recorder.attributes():
-            outputs = model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return recorder.flow(model, outputs)
-
-
-class _Recorder(TorchDispatchMode):
-    """Every tensor with the layer that made it and those that used it; what is outside any such layer is None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack: list[nn.Module] = []
-        self.calls: list[tuple[nn.Module, Tensor, Tensor]] = []
-        self.inputs: list[Any] = []
-        self.added_to: set[nn.Module] = set()
-        self.dtypes: dict[nn.Module, set[torch.dtype]] = defaultdict(set)
-        self.users: dict[int, set[nn.Module | None]] = defaultdict(set)
-        # Tensors of whitening layers that others ask for, if only for their shape or dtype.
-        self.looked_at: set[int] = set()
-        # Tensors are told apart by their address, so none may be freed while the model runs.
-        self.kept: list[Any] = []
-
-    @contextmanager
-    def attributes(self) -> Iterator[None]:
-        """Note which tensors of a whitening layer are asked for outside it; torch.fx does it in the same way."""
-        ask = nn.Module.__getattr__
-
-        def noted(layer: nn.Module, name: str) -> Any:
-            value = ask(layer, name)
-            if isinstance(value, Tensor) and isinstance(layer, WhiteningNorm) and layer not in self.stack:
-                self.looked_at.add(id(value))
-            return value
-
-        nn.Module.__getattr__ = noted  # pyright: ignore[reportAttributeAccessIssue]
-        try:
-            yield
-        finally:
-            nn.Module.__getattr__ = ask
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        self.use((args, kwargs))
-        result = func(*args, **kwargs)
-        self.kept.append(result)
-        return result
-
-    def use(self, tree: Any) -> None:
-        user = self.stack[-1] if self.stack else None
-        for value in tree_leaves(tree):
-            if isinstance(value, Tensor):
-                self.users[id(value)].add(user)
-                self.kept.append(value)
-
-    def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        residual = _residual(args, kwargs)
-        if isinstance(layer, WhiteningNorm) and residual is not None:
-            self.added_to.add(layer)
-            # It goes past the layer's map.
-            self.use(residual)
-        self.stack.append(layer)
-        self.inputs.append(args[0] if args else kwargs.get("input"))
-        # A kernel of our own takes its input without an operation that could be seen.
-        self.use(self.inputs[-1])
-        # Under autocast a convolution takes any dtype, and the weights around it have their own.
-        if isinstance(self.inputs[-1], Tensor) and not torch.is_autocast_enabled(self.inputs[-1].device.type):
-            self.dtypes[layer].add(self.inputs[-1].dtype)
-
-    def leave(self, layer: nn.Module, args: Any, output: Any) -> None:
-        self.calls.append((self.stack.pop(), self.inputs.pop(), output))
-        self.kept.append(output)
-
-    def flow(self, model: nn.Module, outputs: Any) -> Flow:
-        self.use(outputs)
-        owned, seen = _owners(model).items(), self.looked_at
-        read = {
-            layer for value, owners in owned if value in seen or not self.users[value] <= owners for layer in owners
-        }
-        once = _called_once((layer for layer, _, _ in self.calls), model) - read
-        maker = {id(output): layer for layer, _, output in reversed(self.calls)}
-        flow = Flow(added_to=self.added_to, dtypes=self.dtypes, read=read)
-        for layer, source, output in self.calls:
-            if isinstance(layer, WhiteningNorm) and isinstance(source, Tensor):
-                flow.dimensions[layer].add(source.ndim)
-                previous = maker.get(id(source))
-                if layer in once and previous in once and is_linear_map(previous) and self.users[id(source)] == {layer}:
-                    flow.previous[layer] = previous
-            following = next((user for user in self.users[id(output)] if user is not None), None)
-            if isinstance(layer, WhiteningNorm) and layer in once and following in once and is_linear_map(following):
-                takes = any(user is following and taken is output for user, taken, _ in self.calls)
-                if takes and self.users[id(output)] == {following}:
-                    flow.following[layer] = following
-        return flow

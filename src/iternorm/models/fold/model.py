@@ -19,7 +19,7 @@ from iternorm.layers.norms import _Rank2d, _Rank3d
 from iternorm.layers.per_sample import PerSampleWhitening
 from iternorm.models import replace
 from iternorm.models.features import DecorrelatedLinear
-from iternorm.models.fold import dataflow
+from iternorm.models.fold import dataflow, recording
 from iternorm.models.fold import weights as fold_layers
 from iternorm.models.followed import Followed
 from iternorm.models.fuse import junctions
@@ -106,7 +106,7 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
         if example_inputs is None:
             flow = dataflow.traced(model)
         else:
-            flow = dataflow.recorded(model, *_arguments(model, example_inputs))
+            flow = recording.recorded(model, *_arguments(model, example_inputs))
         model = _fold_all(model, flow, max_growth, table)
     table += [Folded(name, "kept", "", "it whitens each sample by itself: no fixed map") for name in kept]
     table.sort(key=lambda row: order[row.name])
