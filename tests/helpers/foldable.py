@@ -3,12 +3,30 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from iternorm import (
     FoldTable,
+    IterNorm2d,
     fold,
 )
 from iternorm.layers.base import WhiteningNorm
+
+
+class Wired(nn.Module):
+    """A convolution, a norm and a convolution, joined as `wire` says."""
+
+    def __init__(self, wire, **modules):
+        super().__init__()
+        self.wire = wire
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = IterNorm2d(4)
+        self.last = nn.Conv2d(4, 4, 1)
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x):
+        return self.wire(self, x)
 
 
 def settled(model) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from foldable import check, settled
+from foldable import Wired, check, settled
 from third_party import BatchNormAct2d
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -18,23 +18,6 @@ from iternorm import (
     convert_batchnorm,
     fold,
 )
-
-
-class Wired(nn.Module):
-    """A convolution, a norm and a convolution, joined as `wire` says."""
-
-    def __init__(self, wire, **modules):
-        super().__init__()
-        self.wire = wire
-        self.conv = nn.Conv2d(4, 4, 3, padding=1)
-        self.norm = IterNorm2d(4)
-        self.last = nn.Conv2d(4, 4, 1)
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, x):
-        return self.wire(self, x)
-
 
 UNSAFE = {
     "output used twice": lambda m, x: m.norm(y := m.conv(x)) + y,
@@ -59,49 +42,6 @@ def test_a_neighbour_that_is_not_the_norms_alone_is_left_as_it_is(name):
     assert torch.equal(folded.conv.weight, model.conv.weight)
     assert torch.equal(folded.last.weight, model.last.weight)
     assert table[0].into == ""
-
-
-def between(change):
-    """Does something with the norm's input before the next convolution has the norm's output."""
-
-    def wire(m, x):
-        taken = x * 1
-        normalized = m.norm(taken)
-        other = change(m, taken)
-        return m.last(normalized) + other
-
-    return wire
-
-
-def added(m, x):
-    x += 1
-    return x
-
-
-CHANGES = {
-    "addition": added,
-    "method": lambda m, x: x.relu_(),
-    "layer": lambda m, x: m.relu(x),
-    "view": lambda m, x: x.view(-1).mul_(2).view(x.shape),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_norm_whose_input_changes_before_the_next_layer_stays_before_that(name):
-    model = settled(Wired(between(CHANGES[name]), relu=nn.ReLU(inplace=True)))
-    check(model, torch.randn(2, 4, 5, 5, dtype=torch.float64), ["pointwise"])
-
-
-def test_a_norm_whose_input_another_layer_only_reads_goes_into_the_next():
-    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
-    check(settled(Wired(between(lambda m, x: m.conv(x)))), x, ["next"])
-    # What happens afterwards is no matter.
-    check(settled(Wired(lambda m, x: m.last(m.norm(y := x * 1)) + added(m, y))), x, ["next"])
-    with torch.inference_mode():
-        x = x.clone()
-    # Such tensors do not count their changes.
-    with torch.no_grad():
-        check(settled(Wired(lambda m, x: m.last(m.norm(x)))), x, ["next"])
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_whitening"])
