@@ -34,7 +34,7 @@ _MEANINGS = {
     "the errors are small enough to see one. Measurements without training are compared as they are",
     Verdict.FAILS: "the same, the other way round",
     Verdict.UNDECIDED: "two seeds; or a difference within two standard errors; or seeds diverged on the side that "
-    "seems better; or it depends on which seed chooses the learning rate",
+    "seems better; or leaving out one seed would choose another learning rate, and with it another verdict",
     Verdict.ONE_SEED: "it points to the claim, against it, or neither way. A test error points somewhere if it differs "
     "by more than two binomial errors of the test set, a training error or loss whenever it differs",
     Verdict.NOT_RUN: "all of it, or what it is compared with",
