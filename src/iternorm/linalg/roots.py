@@ -46,7 +46,7 @@ def inverse_root(
         A: the matrices. Where they are not checked, only their symmetric part counts.
         p: of the root, from 1 (the inverse).
         eps: added to the diagonal: a number, or a tensor with one for each matrix.
-        method: "newton" and "minimax" are iterations of matrix products, 22 and 12 steps of them for p = 2 in fp32;
+        method: "newton" and "minimax" are iterations of matrix products, 23 and 12 steps of them for p = 2 in fp32;
             "eigh" decomposes. "auto" is "eigh" on a CPU and "minimax" elsewhere.
         check: whether to raise for matrices that are not finite, symmetric or positive semidefinite. That means to look
             at values, so None does it on a CPU only. A graph that is compiled does not look.
