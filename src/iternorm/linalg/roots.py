@@ -80,7 +80,7 @@ def inverse_root(
 def sqrt(A: Tensor, *, method: str = "auto", check: bool | None = None) -> Tensor:
     """A^(1/2) of symmetric positive semidefinite matrices ``[..., d, d]``: A times its `inverse_root`.
 
-    Directions without variance stay zero, up to the root of rounding. The arguments are those of `inverse_root`.
+    Directions without variance stay zero, up to the root of rounding. `method` and `check` are those of `inverse_root`.
 
     Example:
         >>> sqrt(torch.tensor([[5.0, 4.0], [4.0, 5.0]]))
