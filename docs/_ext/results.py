@@ -34,7 +34,7 @@ NAMES = {
     "DBN": ("DBN d=16 kernels", "DBN d=16 kernels", "DBN d=16"),
     "authors": ("authors' T=5 d=64", "", "authors' T=5 d=64"),
 }
-TITLES = {"IterNorm": "IterNorm, d=64", "DBN": "DBN, d=16", "authors": "the authors' code, d=64"}
+TITLES = {"IterNorm": "IterNorm, d=64", "DBN": "DBN, d=16", "authors": "the authors' formulation, d=64"}
 
 
 class FromResults(SphinxDirective):
@@ -65,44 +65,47 @@ def timing(name: str) -> str:
 
 
 def cost(*methods: str) -> str:
-    """Times of a training step in ms, BatchNorm's first, each with its ratio to BatchNorm's."""
+    """Times of a training step in ms, BatchNorm's first, each with its ratio to BatchNorm's in the same run."""
     chosen = ("BatchNorm", *methods)
     lines = [["a training step of"] + [TITLES.get(name, name) + ", ms" for name in chosen]]
     lines.append(["---"] + ["---:"] * len(chosen))
     for label, times in _steps():
-        base = times(NAMES["BatchNorm"])
-        cells = [times(NAMES[name]) for name in chosen]
-        lines.append([label, f"{base:.3g}", *(_ratio(cell, base) for cell in cells[1:])])
+        base, _ = times(NAMES["BatchNorm"])
+        lines.append([label, f"{base:.3g}", *(_cell(*times(NAMES[name]), base) for name in methods)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _ratio(time: float | None, base: float) -> str:
-    return "–" if time is None else f"{time:.3g} ({time / base:.2f}×)"
+def _cell(time: float | None, ratio: float | None, base: float) -> str:
+    return "–" if time is None else f"{time:.3g} ({ratio or time / base:.2f}×)"
 
 
 def _steps() -> Iterator[tuple[str, Callable[[tuple[str, str, str]], Any]]]:
+    """What is timed, and for a method's names its time and, if its run may be another one, the ratio to BatchNorm's."""
     gpu, cpu = _load("h200"), _load("cpu-epyc")
     for case in gpu["cases"]:
         if case["shape"] in ([64, 128, 32, 32], [256, 64, 112, 112]):
             where = f"one layer, {'x'.join(map(str, case['shape']))} {case['dtype']}, H200"
 
-            def layer(names: tuple[str, str, str], case: dict = case) -> float | None:
+            def layer(names: tuple[str, str, str], case: dict = case) -> Any:
                 # The faster layout; of BatchNorm the fastest of all kinds, those that torch.compile makes included.
                 alike = str.startswith if names[0] == "BatchNorm2d" else str.__eq__
                 found = [row["graph_ms"] for row in case["rivals"] if alike(row["name"], names[0]) and row["graph_ms"]]
-                return min(found, default=None)
+                return min(found, default=None), None
 
             yield where, layer
     for setting in gpu["training"]:
 
-        def network(names: tuple[str, str, str], setting: dict = setting) -> float | None:
-            return next((row["step_ms"] for row in setting["networks"] if row["name"] == names[1]), None)
+        def network(names: tuple[str, str, str], setting: dict = setting) -> Any:
+            found = (
+                (row["step_ms"], row["ratio_to_batch_norm"]) for row in setting["networks"] if row["name"] == names[1]
+            )
+            return next(found, (None, None))
 
         yield f"VGG, batch {setting['batch_size']}, {setting['dtype']} {setting['layout']}, H200", network
     for case in cpu["cases"]:
 
-        def on_cpu(names: tuple[str, str, str], case: dict = case) -> float | None:
-            return next((row["median_ms"] for row in case["rivals"] if row["name"] == names[2]), None)
+        def on_cpu(names: tuple[str, str, str], case: dict = case) -> Any:
+            return next((row["median_ms"] for row in case["rivals"] if row["name"] == names[2]), None), None
 
         yield f"one layer, {'x'.join(map(str, case['shape']))} float32, 2 CPU cores", on_cpu
 

@@ -85,7 +85,7 @@ for seed in range(3):
     curves["IterNorm-L1+DF"].append([error(converted), *fit(converted, 60, 0.02, seed)])
 
 # %%
-# The converted network goes on from where the pretrained one stood. Which of the two ends lower, three seeds of a
+# The converted network goes on from near where the pretrained one stood. Which of the two ends lower, three seeds of a
 # network this small cannot decide: one test digit is 0.17 %. :doc:`/reproduction` has runs that can.
 
 figure, axes = plt.subplots(figsize=(7, 3.8))

@@ -36,7 +36,7 @@ def iter_norm(
     Statistics and products are fp32 for half and bfloat16 input, fp64 for fp64.
 
     Args:
-        input: ``[N, C, ...]``, floating point, contiguous or channels_last.
+        input: ``[N, C, ...]``, floating point. Other memory than contiguous and channels_last may be copied first.
         running_mean: ``[C]``.
         running_whitening: ``[G, d, d]``, the average of the whitening matrices (the paper's running estimate).
         weight: ``[C]``, the scale.

@@ -46,7 +46,7 @@ def inverse_root(
         A: the matrices. Where they are not checked, only their symmetric part counts.
         p: of the root, from 1 (the inverse).
         eps: added to the diagonal: a number, or a tensor with one for each matrix.
-        method: "newton" and "minimax" are iterations of matrix products, 22 and 12 steps of them for p = 2 in fp32;
+        method: "newton" and "minimax" are iterations of matrix products, 23 and 12 steps of them for p = 2 in fp32;
             "eigh" decomposes. "auto" is "eigh" on a CPU and "minimax" elsewhere.
         check: whether to raise for matrices that are not finite, symmetric or positive semidefinite. That means to look
             at values, so None does it on a CPU only. A graph that is compiled does not look.
@@ -80,7 +80,7 @@ def inverse_root(
 def sqrt(A: Tensor, *, method: str = "auto", check: bool | None = None) -> Tensor:
     """A^(1/2) of symmetric positive semidefinite matrices ``[..., d, d]``: A times its `inverse_root`.
 
-    Directions without variance stay zero, up to the root of rounding. The arguments are those of `inverse_root`.
+    Directions without variance stay zero, up to the root of rounding. `method` and `check` are those of `inverse_root`.
 
     Example:
         >>> sqrt(torch.tensor([[5.0, 4.0], [4.0, 5.0]]))
