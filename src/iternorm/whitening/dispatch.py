@@ -52,7 +52,7 @@ def choose(settings: Settings, x: Tensor) -> Backend:
         if reason is None:
             return Backend.COMPOSED if modes.is_transformed() else Backend.TRITON
         if impl == "triton":
-            raise ValueError(f'impl="triton" cannot run: {reason}; use impl="auto"')
+            raise ValueError(f'the kernels of impl="triton" cannot run: {reason}; use impl="auto"')
     if modes.is_transformed():
         # Ordinary operators, whatever is asked for: they take every dtype and memory format.
         return Backend.COMPOSED
