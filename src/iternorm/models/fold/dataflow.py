@@ -131,7 +131,9 @@ def _may_change(source: Any, first: fx.Node, last: fx.Node, called: Mapping[fx.N
 
 def _passes(layer: Any) -> bool:
     """Whether a layer gives back its input. Dropout that was left in training mode does not."""
-    return isinstance(layer, _PASSING) and (isinstance(layer, nn.Identity) or not layer.training)
+    if not isinstance(layer, _PASSING) or "forward" in vars(layer):
+        return False
+    return isinstance(layer, nn.Identity) or not layer.training
 
 
 def _source(node: fx.Node) -> Any:

@@ -21,7 +21,7 @@ from iternorm.models import replace
 from iternorm.models.features import DecorrelatedLinear
 from iternorm.models.fold import dataflow, recording
 from iternorm.models.fold import weights as fold_layers
-from iternorm.models.followed import Followed
+from iternorm.models.followed import Followed, has_own_forward
 from iternorm.models.fuse import junctions
 
 
@@ -51,7 +51,7 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
     grouped 1x1 convolution or linear map ("pointwise"). The last happens if there is a ReLU or an addition in between,
     or if a neighbour is used more than once, shares its weights, is parametrized, or has a hook. `nn.Identity` replaces
     a folded layer. Layers that whiten each sample on its own have no fixed map and stay ("kept"), and so do those whose
-    parameters or buffers the model's own code reads.
+    parameters or buffers the model's own code reads, and those with a forward of their own.
 
     Neighbours are found by tracing with torch.fx. For models that torch.fx cannot trace, give `example_inputs`: then
     they are found by following one run of the model, and the result holds for the path that this run took. Without
@@ -156,8 +156,9 @@ def _fold_decorrelated(model: nn.Module, table: FoldTable) -> nn.Module:
     for name, layer in model.named_modules():
         if not isinstance(layer, DecorrelatedLinear) or not isinstance(layer.norm, WhiteningNorm):
             continue
+        is_watched = dataflow.has_hooks(layer.norm) or has_own_forward(layer.norm) or "forward" in vars(layer)
         # A weight that is computed from others, by weight norm or pruning, cannot be set.
-        if layer._parameters.get("weight") is not None and not dataflow.has_hooks(layer.norm):
+        if layer._parameters.get("weight") is not None and not is_watched:
             plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
             replace.carry(layer, plain, without=("norm",))
             replacements[layer] = fold_layers.with_weights(
@@ -174,6 +175,9 @@ def _fold_all(model: nn.Module, flow: dataflow.Flow, max_growth: float, table: F
     for norm in [layer for layer in names if isinstance(layer, WhiteningNorm)]:
         if norm in flow.read:
             table.append(Folded(names[norm], "kept", "", "the model's own code reads its parameters or buffers"))
+            continue
+        if has_own_forward(norm):
+            table.append(Folded(names[norm], "kept", "", "it has a forward of its own: no fixed map is known"))
             continue
         matrix, _ = fold_layers.eval_map(norm)
         reasons, place = [], None
@@ -238,10 +242,10 @@ def _width(layer: Any, how: str) -> int:
 
 
 def _linear_part(norm: WhiteningNorm) -> WhiteningNorm:
-    """The norm without its activation, which `_in_place_of` puts back."""
+    """The norm without its activation and what follows in it, which `_in_place_of` puts back."""
     # Not `copy.copy`, which a parametrized layer refuses.
     bare = type(norm).__new__(type(norm))
-    vars(bare).update(vars(norm), activation=None)
+    vars(bare).update(vars(norm), activation=None, followers=())
     return bare
 
 

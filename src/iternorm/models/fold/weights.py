@@ -15,6 +15,7 @@ from iternorm.layers.base import WhiteningNorm
 from iternorm.layers.norms import _Rank2d, _Rank3d
 from iternorm.layers.per_sample import PerSampleWhitening
 from iternorm.models.fold import dataflow
+from iternorm.models.followed import Followed, has_own_forward
 from iternorm.whitening import groups
 from iternorm.whitening.autograd import fold_affine
 
@@ -196,6 +197,11 @@ class PointwiseMap(nn.Conv1d):
 
 
 def _check_linear(norm: WhiteningNorm) -> None:
+    if has_own_forward(norm) or (isinstance(norm, Followed) and norm.followers):
+        raise TypeError(
+            f"{type(norm).__name__} does more than whiten, in a forward of its own or in modules that follow, which "
+            "weights cannot take in; use iternorm.fold, which keeps that"
+        )
     if norm.activation is not None:
         raise ValueError(
             f"{type(norm).__name__} has activation={norm.activation!r} in it, which weights cannot take in; use "
