@@ -55,7 +55,7 @@ FOLLOWED: dict[type, type] = {
 }
 
 
-def has_own_forward(norm: WhiteningNorm) -> bool:
+def has_own_forward(norm: nn.Module) -> bool:
     """Whether a forward of its own, of its class or set on it, does more than the layer that a norm is derived from."""
     return "forward" in vars(norm) or type(norm).forward not in (WhiteningNorm.forward, Followed.forward)
 

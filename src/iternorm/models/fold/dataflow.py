@@ -71,6 +71,7 @@ def traced(model: nn.Module) -> Flow:
     if isinstance(model, WhiteningNorm):
         return Flow()
     tracer, used = _Tracer(), _Used()
+    attributes = [(vars(layer), dict(vars(layer))) for layer in model.modules()]
     try:
         # Operations on the parameters alone happen now, and are no nodes.
         with used:
@@ -81,6 +82,12 @@ def traced(model: nn.Module) -> Flow:
             "Give example_inputs to follow a run of the model instead, or fold layer by layer with "
             "iternorm.fold_into_previous_layer and iternorm.fold_into_next_layer"
         ) from error
+    finally:
+        for now, before in attributes:
+            # What a forward keeps in an attribute is looked at, and the model shall not keep what is no tensor.
+            tracer.watch(now)
+            now.clear()
+            now.update(before)
     layers = dict(model.named_modules(remove_duplicate=False))
     called = {node: layers[str(node.target)] for node in graph.nodes if node.op == "call_module"}
     # What the model's code reads directly must keep its value: as an attribute, or from `parameters()`.
@@ -102,14 +109,14 @@ def traced(model: nn.Module) -> Flow:
         source = _source(node)
         alone = source is not residual
         while isinstance(source, fx.Node):
-            alone = alone and len(source.users) == 1
+            alone = alone and len(source.users) == 1 and source not in tracer.watched
             if not _passes(called.get(source)):
                 break
             source = _source(source)
         if alone and isinstance(source, fx.Node) and is_linear_map(called.get(source)) and called[source] in once:
             flow.previous[norm] = called[source]
         target = node
-        while len(target.users) == 1:
+        while len(target.users) == 1 and target not in tracer.watched:
             target = next(iter(target.users))
             if not _passes(called.get(target)):
                 joined = is_linear_map(called.get(target)) and called[target] in once
@@ -204,6 +211,11 @@ class _Tracer(fx.Tracer):
         super().__init__()
         # Parameters and buffers, by their addresses.
         self.looked_at: set[int] = set()
+        # Values that hooks see, or attributes keep.
+        self.watched: set[fx.Node] = set()
+
+    def watch(self, tree: Any) -> None:
+        self.watched.update(leaf.node for leaf in tree_leaves(tree) if isinstance(leaf, fx.Proxy))
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if isinstance(attr_val, Tensor):
@@ -225,6 +237,8 @@ class _Tracer(fx.Tracer):
         outer = self.innermost
         self.innermost = f"{self.path_of_module(m)!r} ({type(m).__name__})"
         result = super().call_module(m, forward, args, kwargs)
+        if has_hooks(m):
+            self.watch((args, kwargs, result))
         # Not reset by an exception, because the message names it.
         self.innermost = outer
         return result
