@@ -197,7 +197,8 @@ class PointwiseMap(nn.Conv1d):
 
 
 def _check_linear(norm: WhiteningNorm) -> None:
-    if has_own_forward(norm) or (isinstance(norm, Followed) and norm.followers):
+    own = isinstance(norm, WhiteningNorm) and has_own_forward(norm)
+    if own or (isinstance(norm, Followed) and norm.followers):
         raise TypeError(
             f"{type(norm).__name__} does more than whiten, in a forward of its own or in modules that follow, which "
             "weights cannot take in; use iternorm.fold, which keeps that"
