@@ -77,6 +77,8 @@ def decorrelate_features(
             "it, so its input would not be whitened; give the name of another linear layer. Nothing was changed"
         )
     linear = linears[chosen]
+    if reason := replace.changed(linear):
+        raise ValueError(f"{chosen!r} {reason}, or give the name of another linear layer. Nothing was changed")
     options: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
     like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
     norm = IterNorm1d(linear.in_features, affine=affine, **like, **options)

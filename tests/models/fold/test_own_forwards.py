@@ -11,8 +11,10 @@ from third_party import BatchNormAct2d
 from torch import nn
 
 from iternorm import (
+    DecorrelatedLinear,
     IterNorm2d,
     convert_batchnorm,
+    decorrelate_features,
     fold,
     fold_into_next_layer,
     fold_into_previous_layer,
@@ -54,3 +56,53 @@ def test_by_hand_a_norm_that_does_more_is_refused():
                 call(norm)
         with pytest.raises(TypeError, match="does more than whiten"):
             fold_into_next_layer(norm, conv)
+
+
+def test_a_weight_that_is_no_parameter_of_the_layer_is_not_folded_into():
+    class Scaled(nn.Conv2d):
+        weight: Any = property(lambda self: self.unscaled * 2)
+
+        def register_parameter(self, name, param):
+            super().register_parameter("unscaled" if name == "weight" else name, param)
+
+    fixed: Any = nn.Conv2d(4, 4, 3)
+    weight = fixed.weight.detach()
+    del fixed.weight
+    fixed.register_buffer("weight", weight)
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    for conv in (Scaled(4, 4, 3), fixed):
+        check(settled(nn.Sequential(conv, IterNorm2d(4))), x, ["pointwise"])
+        with pytest.raises(
+            TypeError, match=r"is not a convolution or linear layer of torch\.nn that can be folded into"
+        ):
+            fold_into_previous_layer(conv, IterNorm2d(4).eval())
+
+
+class Heat(nn.Module):
+    """Class activation maps: what the last layer's weights are at each position."""
+
+    def __init__(self, branch=False):
+        super().__init__()
+        self.branch = branch
+        self.conv, self.fc = nn.Conv2d(4, 5, 1), nn.Linear(5, 3)
+
+    def forward(self, x):
+        features = self.conv(x)
+        if self.branch and features.sum() == 0:
+            return features
+        maps = nn.functional.conv2d(features, self.fc.weight[:, :, None, None])
+        return torch.cat([self.fc(features.mean((2, 3)))[:, :, None], maps.flatten(2)], 2)
+
+
+def test_decorrelated_features_stay_before_a_weight_that_the_model_reads():
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    folded, _ = check(settled(decorrelate_features(Heat())), x, ["pointwise"])
+    assert type(folded.fc) is DecorrelatedLinear
+    # Where there is nothing to read, a model need not be traced.
+    model = settled(decorrelate_features(nn.Sequential(nn.Flatten(), nn.Linear(100, 3))))
+    model.forward = lambda x: model[1](model[0](x)) if x.sum() else x
+    assert [row.how for row in fold(model)[1]] == ["next"]
+    model = settled(decorrelate_features(Heat(branch=True)))
+    folded, table = fold(model, x)
+    assert table[0].how == "pointwise"
+    torch.testing.assert_close(folded(x), model(x), rtol=1e-10, atol=1e-10)

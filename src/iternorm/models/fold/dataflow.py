@@ -54,7 +54,7 @@ class Flow:
 def is_linear_map(layer: Any) -> bool:
     """Whether a layer is one of torch's own convolutions or linear layers, or behaves as one."""
     base = next((base for base in LINEAR_MAPS if isinstance(layer, base)), None)
-    if base is None or "forward" in vars(layer):
+    if base is None or "forward" in vars(layer) or layer._parameters.get("weight") is None:
         return False
     methods = ("forward", "_conv_forward") if hasattr(base, "_conv_forward") else ("forward",)
     # A parametrization derives a new class, and recomputes the weight at every use.

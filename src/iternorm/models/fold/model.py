@@ -101,13 +101,9 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
     model = _copied(model)
     junctions.separate(model)
     table = FoldTable()
-    model = _fold_decorrelated(model, table)
+    model = _fold_decorrelated(model, example_inputs, table)
     if any(isinstance(layer, WhiteningNorm) for layer in model.modules()):
-        if example_inputs is None:
-            flow = dataflow.traced(model)
-        else:
-            flow = recording.recorded(model, *_arguments(model, example_inputs))
-        model = _fold_all(model, flow, max_growth, table)
+        model = _fold_all(model, _flow(model, example_inputs), max_growth, table)
     table += [Folded(name, "kept", "", "it whitens each sample by itself: no fixed map") for name in kept]
     table.sort(key=lambda row: order[row.name])
     return model, table
@@ -136,6 +132,12 @@ def _copied(model: nn.Module) -> nn.Module:
     return model
 
 
+def _flow(model: nn.Module, example_inputs: Any) -> dataflow.Flow:
+    if example_inputs is None:
+        return dataflow.traced(model)
+    return recording.recorded(model, *_arguments(model, example_inputs))
+
+
 def _arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """The positional and the keyword arguments to run the model with."""
     if not isinstance(example_inputs, Mapping):
@@ -150,15 +152,22 @@ def _arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], 
     return (), example_inputs
 
 
-def _fold_decorrelated(model: nn.Module, table: FoldTable) -> nn.Module:
+def _fold_decorrelated(model: nn.Module, example_inputs: Any, table: FoldTable) -> nn.Module:
     """Fold the norm of each linear layer that `decorrelate_features` made into that layer."""
     replacements: dict[nn.Module, nn.Module] = {}
-    for name, layer in model.named_modules():
-        if not isinstance(layer, DecorrelatedLinear) or not isinstance(layer.norm, WhiteningNorm):
-            continue
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, DecorrelatedLinear)]
+    layers = [(name, layer) for name, layer in layers if isinstance(layer.norm, WhiteningNorm)]
+    try:
+        read = _flow(model, example_inputs).read if layers else set()
+    except ValueError:
+        if example_inputs is not None:
+            raise
+        # A model that cannot be traced is taken not to read their weights.
+        read = set()
+    for name, layer in layers:
         is_watched = dataflow.has_hooks(layer.norm) or has_own_forward(layer.norm) or "forward" in vars(layer)
         # A weight that is computed from others, by weight norm or pruning, cannot be set.
-        if layer._parameters.get("weight") is not None and not is_watched:
+        if layer._parameters.get("weight") is not None and not is_watched and not read & {layer, layer.norm}:
             plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
             replace.carry(layer, plain, without=("norm",))
             replacements[layer] = fold_layers.with_weights(

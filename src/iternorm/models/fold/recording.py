@@ -11,7 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from iternorm.layers.base import WhiteningNorm
-from iternorm.models.fold.dataflow import Flow, called_once, has_hooks, is_linear_map, owners_of, residual_of
+from iternorm.models.fold.dataflow import (
+    LINEAR_MAPS,
+    Flow,
+    called_once,
+    has_hooks,
+    is_linear_map,
+    owners_of,
+    residual_of,
+)
 
 
 def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flow:
@@ -22,7 +30,7 @@ def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         if has_hooks(layer):
             handles.append(layer.register_forward_pre_hook(recorder.look, prepend=True, with_kwargs=True))
             handles.append(layer.register_forward_hook(recorder.look, prepend=True))
-        if isinstance(layer, WhiteningNorm) or is_linear_map(layer):
+        if isinstance(layer, (WhiteningNorm, *LINEAR_MAPS)):
             handles.append(layer.register_forward_pre_hook(recorder.enter, prepend=True, with_kwargs=True))
             handles.append(layer.register_forward_hook(recorder.leave))
     try:
