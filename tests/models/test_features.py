@@ -76,6 +76,14 @@ def test_a_linear_layer_whose_weight_torch_reads_is_refused():
     torch.testing.assert_close(model(x), whitened)
 
 
+def test_a_lazy_linear_layer_is_not_passed_over():
+    model = nn.Sequential(nn.Linear(4, 3), nn.LazyLinear(2))
+    with pytest.raises(ValueError, match="the last linear layer, '1', has not seen a batch; run one batch first"):
+        decorrelate_features(model)
+    model(torch.randn(5, 4))
+    assert type(decorrelate_features(model).get_submodule("1")) is iternorm.DecorrelatedLinear
+
+
 def test_a_linear_layer_with_a_forward_set_on_it_is_refused():
     model: Any = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     inner = model[1].forward

@@ -15,6 +15,7 @@ from iternorm import (
     IterNorm2d,
     convert_batchnorm,
     decorrelate_features,
+    eval_map,
     fold,
     fold_into_next_layer,
     fold_into_previous_layer,
@@ -56,6 +57,21 @@ def test_by_hand_a_norm_that_does_more_is_refused():
                 call(norm)
         with pytest.raises(TypeError, match="does more than whiten"):
             fold_into_next_layer(norm, conv)
+
+
+def test_by_hand_what_is_no_pair_is_named():
+    norm: Any = IterNorm2d(4).eval()
+    calls: Any = (eval_map, fold_pointwise, lambda norm: fold_into_previous_layer(nn.Conv2d(4, 4, 1), norm))
+    for call in calls:
+        with pytest.raises(TypeError, match="norm is a BatchNorm2d; give a whitening layer, such as"):
+            call(nn.BatchNorm2d(4))
+    with pytest.raises(TypeError, match="norm is a Conv2d; give a whitening layer"):
+        fold_into_previous_layer(norm, nn.Conv2d(4, 4, 1))  # pyright: ignore[reportArgumentType]
+    for call in (fold_into_previous_layer, lambda linear, norm: fold_into_next_layer(norm, linear)):
+        with pytest.raises(ValueError, match="the features of a linear layer are not the channels of IterNorm2d"):
+            call(nn.Linear(4, 4), norm)
+    with pytest.raises(ValueError, match="max_growth=nan must be at least 1"):
+        fold(nn.Sequential(norm).eval(), max_growth=float("nan"))
 
 
 def test_a_weight_that_is_no_parameter_of_the_layer_is_not_folded_into():

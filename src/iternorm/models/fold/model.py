@@ -96,7 +96,7 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
             )
         if norm.running_mean.is_meta:
             raise ValueError(f"{name or 'the model'} is on the meta device and has no values to fold; load them first")
-    if max_growth < 1:
+    if not max_growth >= 1:
         raise ValueError(f"max_growth={max_growth} must be at least 1; 2 is the default, infinity folds always")
     model = _copied(model)
     junctions.separate(model)
