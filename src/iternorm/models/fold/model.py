@@ -272,10 +272,13 @@ class Sum(nn.Sequential):
 
 def _in_place_of(norm: WhiteningNorm, layer: nn.Module, is_added_to: bool) -> nn.Module:
     """What takes the norm's place: the layer, the modules that followed the norm inside it, and its hooks."""
-    kept: list[tuple[str, nn.Module]] = [] if norm.activation is None else [("activation", nn.ReLU())]
+    kept: list[tuple[str, nn.Module]] = [] if norm.activation is None else [("activation", nn.ReLU().eval())]
     if isinstance(norm, Followed):
         kept += [(name, norm.get_submodule(name)) for name in norm.followers]
+    layer.eval()
     if kept or is_added_to:
         layer = (Sum if is_added_to else nn.Sequential)(OrderedDict([("map", layer), *kept]))
+        # Not `eval()`: a dropout that followed may be in training mode.
+        layer.training = False
     replace.carry_hooks(norm, layer)
-    return layer.eval()
+    return layer
