@@ -156,7 +156,7 @@ def test_a_dropout_that_still_drops_is_not_passed():
 def test_a_dropout_that_still_drops_inside_a_norm_does_so():
     model = settled(convert_batchnorm(nn.Sequential(nn.Conv2d(4, 6, 3), BatchNormAct2d(6, drop=0.5))))
     model[1].drop.train()
-    folded, _ = fold(model)
+    folded: Any = fold(model)[0]
     assert [module.training for module in folded.modules()] == [module is folded[1].drop for module in folded.modules()]
     results = []
     for each in (model, folded):

@@ -55,7 +55,8 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
 
     Neighbours are found by tracing with torch.fx. For models that torch.fx cannot trace, give `example_inputs`: then
     they are found by following one run of the model, and the result holds for the path that this run took. Without
-    them, a linear layer next to an IterNorm1d is assumed to have ``[N, C]`` between them.
+    them, it is the path of a call with the required arguments only, and a linear layer next to an IterNorm1d is assumed
+    to have ``[N, C]`` between them.
 
     Args:
         model: in eval mode. It is not changed.
