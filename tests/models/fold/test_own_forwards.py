@@ -81,12 +81,14 @@ def test_a_weight_that_is_no_parameter_of_the_layer_is_not_folded_into():
         def register_parameter(self, name, param):
             super().register_parameter("unscaled" if name == "weight" else name, param)
 
+    scaled: Any = Scaled(4, 4, 3)
+    nn.init.normal_(scaled.unscaled)
     fixed: Any = nn.Conv2d(4, 4, 3)
     weight = fixed.weight.detach()
     del fixed.weight
     fixed.register_buffer("weight", weight)
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
-    for conv in (Scaled(4, 4, 3), fixed):
+    for conv in (scaled, fixed):
         check(settled(nn.Sequential(conv, IterNorm2d(4))), x, ["pointwise"])
         with pytest.raises(
             TypeError, match=r"is not a convolution or linear layer of torch\.nn that can be folded into"
@@ -114,6 +116,8 @@ def test_decorrelated_features_stay_before_a_weight_that_the_model_reads():
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
     folded, _ = check(settled(decorrelate_features(Heat())), x, ["pointwise"])
     assert type(folded.fc) is DecorrelatedLinear
+    # The layer itself reads it.
+    check(settled(decorrelate_features(nn.Linear(4, 3))), torch.randn(5, 4, dtype=torch.float64), ["next"])
     # Where there is nothing to read, a model need not be traced.
     model = settled(decorrelate_features(nn.Sequential(nn.Flatten(), nn.Linear(100, 3))))
     model.forward = lambda x: model[1](model[0](x)) if x.sum() else x

@@ -159,7 +159,8 @@ def _fold_decorrelated(model: nn.Module, example_inputs: Any, table: FoldTable) 
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, DecorrelatedLinear)]
     layers = [(name, layer) for name, layer in layers if isinstance(layer.norm, WhiteningNorm)]
     try:
-        read = _flow(model, example_inputs).read if layers else set()
+        is_alone = isinstance(model, DecorrelatedLinear)
+        read = set() if is_alone or not layers else _flow(model, example_inputs).read
     except ValueError:
         if example_inputs is not None:
             raise
