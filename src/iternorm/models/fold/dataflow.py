@@ -29,6 +29,8 @@ LINEAR_MAPS = (
 )
 # Layers that give back their input in eval.
 _PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+# Layers whose output may be their input's memory.
+_VIEWING = (*_PASSING, nn.Flatten, nn.Unflatten)
 # Layers whose output has the dtype of their input, whatever that of their weights is.
 _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm)
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
@@ -130,10 +132,16 @@ def _may_change(source: Any, first: fx.Node, last: fx.Node, called: Mapping[fx.N
     """Whether a value may be changed in place between two nodes: folded into the latter, a norm would take it there.
 
     A trace shows ``x += 1`` as an addition, so of all that uses the value only torch's layers are known to leave it.
+    Some of them give back the value itself, or a view of it.
     """
     order = {each: index for index, each in enumerate(first.graph.nodes)}
     between = [each for each in getattr(source, "users", ()) if order[first] < order[each] < order[last]]
-    return any(each not in called or getattr(called[each], "inplace", False) for each in between)
+    return any(
+        each not in called
+        or getattr(called[each], "inplace", False)
+        or (isinstance(called[each], _VIEWING) and _may_change(each, first, last, called))
+        for each in between
+    )
 
 
 def _passes(layer: Any) -> bool:
