@@ -25,7 +25,7 @@ def test_what_was_done_to_a_layer_is_not_lost():
     model = changed_layers()
     layers, x = list(model), torch.randn(3, 4, 5, 5)
     expected = model(x)
-    with pytest.warns(UserWarning, match=r"2 layer\(s\) .*0: .* is parametrized.*1: .* has a forward of its own"):
+    with pytest.warns(UserWarning, match=r"3 layer.* is parametrized.*1: .* forward of its own.*2: .* forward of its"):
         convert_to_batchnorm(model)
     assert list(model) == layers
     torch.testing.assert_close(model(x), expected)

@@ -1,5 +1,7 @@
 """IterNorm before the last linear layer of a model."""
 
+from typing import Any
+
 import pytest
 import third_party
 import torch
@@ -72,3 +74,22 @@ def test_a_linear_layer_whose_weight_torch_reads_is_refused():
     with torch.no_grad():
         whitened = model(x)
     torch.testing.assert_close(model(x), whitened)
+
+
+def test_a_lazy_linear_layer_is_not_passed_over():
+    model = nn.Sequential(nn.Linear(4, 3), nn.LazyLinear(2))
+    with pytest.raises(ValueError, match="the last linear layer, '1', has not seen a batch; run one batch first"):
+        decorrelate_features(model)
+    model(torch.randn(5, 4))
+    assert type(decorrelate_features(model).get_submodule("1")) is iternorm.DecorrelatedLinear
+
+
+def test_a_linear_layer_with_a_forward_set_on_it_is_refused():
+    model: Any = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    inner = model[1].forward
+    model[1].forward = lambda input: inner(input)
+    last = model[1]
+    with pytest.raises(ValueError, match=r"'1' has a forward of its own set .*name of another linear layer"):
+        decorrelate_features(model)
+    assert model[1] is last
+    decorrelate_features(model, name="0")

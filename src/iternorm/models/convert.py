@@ -23,7 +23,7 @@ from iternorm.layers.norms import (
 from iternorm.layers.per_sample import PerSampleWhitening
 from iternorm.layers.sync import Synchronized, SyncIterNorm
 from iternorm.models import replace
-from iternorm.models.followed import FOLLOWED, Followed, applies_children
+from iternorm.models.followed import FOLLOWED, Followed, applies_children, has_own_forward
 from iternorm.models.fuse import junctions
 from iternorm.whitening import groups
 
@@ -247,6 +247,8 @@ def _diagonal_obstacle(layer: WhiteningNorm, is_joined: bool) -> str | None:
         return _LAZY
     if reason := replace.changed(layer):
         return reason
+    if has_own_forward(layer):
+        return "has a forward of its own, which a BatchNorm would not have; replace it by hand"
     if layer.activation is not None and not is_joined:
         return f"has activation={layer.activation!r} in it, which no BatchNorm has; put a module behind it instead"
     if layer.running_whitening is None:

@@ -60,6 +60,12 @@ def decorrelate_features(
             f"the last linear layer, {kinds[-1][0]!r}, is parametrized; decorrelate first and parametrize then, or "
             "give the name of another layer"
         )
+    lazy = [key for key, layer in model.named_modules() if isinstance(layer, nn.LazyLinear)]
+    if name is None and lazy and kinds[-1][0] == lazy[-1]:
+        raise ValueError(
+            f"the last linear layer, {lazy[-1]!r}, has not seen a batch; run one batch first, or give the name of "
+            "another layer"
+        )
     taken = [key for key, layer in model.named_modules() if isinstance(layer, DecorrelatedLinear)]
     if name is None and taken:
         raise ValueError(f"the features are decorrelated already, before {taken[-1]!r}; give the name of another layer")
@@ -77,6 +83,8 @@ def decorrelate_features(
             "it, so its input would not be whitened; give the name of another linear layer. Nothing was changed"
         )
     linear = linears[chosen]
+    if reason := replace.changed(linear):
+        raise ValueError(f"{chosen!r} {reason}, or give the name of another linear layer. Nothing was changed")
     options: dict[str, Any] = {"group_size": group_size, "num_iters": num_iters, "running": running, "impl": impl}
     like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
     norm = IterNorm1d(linear.in_features, affine=affine, **like, **options)

@@ -55,6 +55,11 @@ FOLLOWED: dict[type, type] = {
 }
 
 
+def has_own_forward(norm: nn.Module) -> bool:
+    """Whether a forward of its own, of its class or set on it, does more than the layer that a norm is derived from."""
+    return "forward" in vars(norm) or type(norm).forward not in (WhiteningNorm.forward, Followed.forward)
+
+
 def applies_children(layer: Any, base: Any) -> bool:
     """Whether a layer is its base class and then its children in order: tried on a copy, in eval and in training."""
     if base not in _PROBE_SHAPES or (layer.running_mean is not None and layer.running_mean.is_meta):

@@ -1,5 +1,7 @@
 """Replace one layer by another: what is carried over, and every place where a model uses the old one."""
 
+import copy
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,6 +27,8 @@ _HOOKS = (
 
 # Attributes of a frozen layer that override the methods of its class.
 _FROZEN = ("train", "reset_running_stats")
+
+_CONTAINERS = (list, tuple, set, frozenset, dict)
 
 Where = str | Callable[[str, nn.Module], bool]
 
@@ -112,24 +116,38 @@ def carry_hooks(old: nn.Module, new: nn.Module) -> None:
 
 def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """Put each replacement wherever its key is used. Returns the model, or its own replacement."""
-
-    def is_replaced(value: object) -> bool:
-        return isinstance(value, nn.Module) and value in replacements
-
-    def renewed(value: Any) -> Any:
-        return replacements[value] if is_replaced(value) else value
-
-    for parent in [*model.modules(), *replacements.values()]:
+    for parent in [*(module for module in model.modules() if module not in replacements), *replacements.values()]:
         for name, child in parent._modules.items():
             if child is not None and child in replacements and replacements[child] is not parent:
                 parent._modules[name] = replacements[child]
-        # A forward may run over a list, or look into a dict, of children that are registered elsewhere.
-        for name, value in vars(parent).items():
-            if type(value) in (list, tuple) and any(map(is_replaced, value)):
-                vars(parent)[name] = type(value)(map(renewed, value))
-            elif type(value) is dict and name != "_modules" and any(map(is_replaced, value.values())):
-                vars(parent)[name] = {key: renewed(each) for key, each in value.items()}
+        # A forward may run over a list, or look into a dict or an object, of children that are registered elsewhere.
+        renewed = {name: _renewed(value, replacements) for name, value in vars(parent).items() if name != "_modules"}
+        vars(parent).update(renewed)
     return replacements.get(model, model)
+
+
+def _renewed(value: Any, replacements: Mapping[nn.Module, nn.Module], above: tuple[Any, ...] = ()) -> Any:
+    """The value, or a container like it, with replacements in it. An object is changed in place, but none inside it."""
+    if isinstance(value, nn.Module):
+        return replacements.get(value, value)
+    if isinstance(value, type) or any(value is each for each in above):
+        return value
+    inside = (*above, value)
+    if not isinstance(value, _CONTAINERS):
+        attributes = getattr(value, "__dict__", {}) if all(isinstance(each, _CONTAINERS) for each in above) else {}
+        for name, held in list(attributes.items()):
+            if (renewed := _renewed(held, replacements, inside)) is not held:
+                attributes[name] = renewed
+        return value
+    old = list(value.values() if isinstance(value, dict) else value)
+    new = [_renewed(each, replacements, inside) for each in old]
+    if all(map(operator.is_, new, old)):
+        return value
+    if isinstance(value, dict):
+        result = copy.copy(value)
+        result.update(zip(value, new, strict=True))
+        return result
+    return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
 
 
 def selected(layers: list[tuple[str, nn.Module]], where: Where, kind: str) -> Iterator[tuple[str, nn.Module]]:

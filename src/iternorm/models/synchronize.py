@@ -12,7 +12,7 @@ from iternorm.layers.norms import _DecorrelatedBatchNorm, _IterNorm
 from iternorm.layers.sync import SyncDecorrelatedBatchNorm, Synchronized, SyncIterNorm
 from iternorm.models import replace
 from iternorm.models.convert import batchnorm_class
-from iternorm.models.followed import FOLLOWED, Followed
+from iternorm.models.followed import FOLLOWED, Followed, has_own_forward
 
 
 def convert_sync_iternorm(module: nn.Module, process_group: Any = None, *, batchnorm: bool = False) -> nn.Module:
@@ -21,7 +21,8 @@ def convert_sync_iternorm(module: nn.Module, process_group: Any = None, *, batch
     Parameters and buffers stay the same. As in `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, children are replaced
     in place and the module is returned (a new one where it is itself such a layer). Layers that are synchronized
     already take the new process group. Lazy layers before their first batch and parametrized ones are left as they are,
-    with a warning that names them, and so are, with `batchnorm`, subclasses of BatchNorm with a forward of their own.
+    with a warning that names them, and so are subclasses with a forward of their own, those of BatchNorm if
+    `batchnorm` is set.
 
     Args:
         module: the model.
@@ -42,7 +43,7 @@ running='whitening')
         if isinstance(layer, Synchronized) or not isinstance(layer, _BatchNorm):
             continue
         is_own = isinstance(layer, (_IterNorm, _DecorrelatedBatchNorm)) and not isinstance(layer, LazyModuleMixin)
-        if is_own and not replace.changed(layer):
+        if is_own and not replace.changed(layer) and not has_own_forward(layer):
             replacements[layer] = _synchronized(layer, process_group)
         elif batchnorm and _is_plain_batchnorm(layer) and not replace.changed(layer):
             replacements[layer] = _sync_batchnorm(layer, process_group)

@@ -153,6 +153,18 @@ def test_a_dropout_that_still_drops_is_not_passed():
     torch.testing.assert_close(*results)
 
 
+def test_a_dropout_that_still_drops_inside_a_norm_does_so():
+    model = settled(convert_batchnorm(nn.Sequential(nn.Conv2d(4, 6, 3), BatchNormAct2d(6, drop=0.5))))
+    model[1].drop.train()
+    folded: Any = fold(model)[0]
+    assert [module.training for module in folded.modules()] == [module is folded[1].drop for module in folded.modules()]
+    results = []
+    for each in (model, folded):
+        torch.manual_seed(0)
+        results.append(each(torch.ones(2, 4, 5, 5, dtype=torch.float64)))
+    torch.testing.assert_close(*results)
+
+
 def test_a_model_output_with_the_convolutions_own_output():
     model = settled(Wired(lambda m, x: (m.norm(y := m.conv(x)), y)))
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from iternorm import ConversionReport, IterNorm2d, convert_batchnorm
 from iternorm.models.fuse.junctions import Absorbed
 
 SUMS = {
@@ -227,6 +228,19 @@ def test_a_shared_norm_and_a_parent_that_reaches_in_are_left_alone():
     plain, fused, report = pair(Taps().double())
     assert report.unfused == [("features.1", "it is used in more than one place")]
     assert_same(plain, fused, torch.randn(3, 3, 5, 5, dtype=torch.float64))
+
+
+def test_a_norm_with_a_forward_of_its_own_is_left():
+    class Negated(IterNorm2d):
+        def forward(self, input, residual=None):
+            return -super().forward(input, residual)
+
+    model = nn.Sequential(conv(3, 8), Negated(8), nn.ReLU(), nn.BatchNorm2d(8)).eval()
+    x, report = torch.randn(3, 3, 5, 5), ConversionReport()
+    expected = model(x)
+    convert_batchnorm(model, fuse=True, report=report)
+    assert report.unfused[0] == ("1", "it has a forward of its own")
+    torch.testing.assert_close(model(x), expected)
 
 
 @pytest.mark.parametrize("hooked", ["bn2", "relu", "block"])

@@ -29,6 +29,8 @@ LINEAR_MAPS = (
 )
 # Layers that give back their input in eval.
 _PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+# Layers whose output may be their input's memory.
+_VIEWING = (*_PASSING, nn.Flatten, nn.Unflatten)
 # Layers whose output has the dtype of their input, whatever that of their weights is.
 _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm)
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
@@ -54,7 +56,7 @@ class Flow:
 def is_linear_map(layer: Any) -> bool:
     """Whether a layer is one of torch's own convolutions or linear layers, or behaves as one."""
     base = next((base for base in LINEAR_MAPS if isinstance(layer, base)), None)
-    if base is None or "forward" in vars(layer):
+    if base is None or "forward" in vars(layer) or layer._parameters.get("weight") is None:
         return False
     methods = ("forward", "_conv_forward") if hasattr(base, "_conv_forward") else ("forward",)
     # A parametrization derives a new class, and recomputes the weight at every use.
@@ -71,6 +73,7 @@ def traced(model: nn.Module) -> Flow:
     if isinstance(model, WhiteningNorm):
         return Flow()
     tracer, used = _Tracer(), _Used()
+    attributes = [(vars(layer), dict(vars(layer))) for layer in model.modules()]
     try:
         # Operations on the parameters alone happen now, and are no nodes.
         with used:
@@ -81,6 +84,12 @@ def traced(model: nn.Module) -> Flow:
             "Give example_inputs to follow a run of the model instead, or fold layer by layer with "
             "iternorm.fold_into_previous_layer and iternorm.fold_into_next_layer"
         ) from error
+    finally:
+        for now, before in attributes:
+            # What a forward keeps in an attribute is looked at, and the model shall not keep what is no tensor.
+            tracer.watch(now)
+            now.clear()
+            now.update(before)
     layers = dict(model.named_modules(remove_duplicate=False))
     called = {node: layers[str(node.target)] for node in graph.nodes if node.op == "call_module"}
     # What the model's code reads directly must keep its value: as an attribute, or from `parameters()`.
@@ -102,14 +111,14 @@ def traced(model: nn.Module) -> Flow:
         source = _source(node)
         alone = source is not residual
         while isinstance(source, fx.Node):
-            alone = alone and len(source.users) == 1
+            alone = alone and len(source.users) == 1 and source not in tracer.watched
             if not _passes(called.get(source)):
                 break
             source = _source(source)
         if alone and isinstance(source, fx.Node) and is_linear_map(called.get(source)) and called[source] in once:
             flow.previous[norm] = called[source]
         target = node
-        while len(target.users) == 1:
+        while len(target.users) == 1 and target not in tracer.watched:
             target = next(iter(target.users))
             if not _passes(called.get(target)):
                 joined = is_linear_map(called.get(target)) and called[target] in once
@@ -123,15 +132,23 @@ def _may_change(source: Any, first: fx.Node, last: fx.Node, called: Mapping[fx.N
     """Whether a value may be changed in place between two nodes: folded into the latter, a norm would take it there.
 
     A trace shows ``x += 1`` as an addition, so of all that uses the value only torch's layers are known to leave it.
+    Some of them give back the value itself, or a view of it.
     """
     order = {each: index for index, each in enumerate(first.graph.nodes)}
     between = [each for each in getattr(source, "users", ()) if order[first] < order[each] < order[last]]
-    return any(each not in called or getattr(called[each], "inplace", False) for each in between)
+    return any(
+        each not in called
+        or getattr(called[each], "inplace", False)
+        or (isinstance(called[each], _VIEWING) and _may_change(each, first, last, called))
+        for each in between
+    )
 
 
 def _passes(layer: Any) -> bool:
     """Whether a layer gives back its input. Dropout that was left in training mode does not."""
-    return isinstance(layer, _PASSING) and (isinstance(layer, nn.Identity) or not layer.training)
+    if not isinstance(layer, _PASSING) or "forward" in vars(layer):
+        return False
+    return isinstance(layer, nn.Identity) or not layer.training
 
 
 def _source(node: fx.Node) -> Any:
@@ -202,6 +219,11 @@ class _Tracer(fx.Tracer):
         super().__init__()
         # Parameters and buffers, by their addresses.
         self.looked_at: set[int] = set()
+        # Values that hooks see, or attributes keep.
+        self.watched: set[fx.Node] = set()
+
+    def watch(self, tree: Any) -> None:
+        self.watched.update(leaf.node for leaf in tree_leaves(tree) if isinstance(leaf, fx.Proxy))
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if isinstance(attr_val, Tensor):
@@ -223,6 +245,8 @@ class _Tracer(fx.Tracer):
         outer = self.innermost
         self.innermost = f"{self.path_of_module(m)!r} ({type(m).__name__})"
         result = super().call_module(m, forward, args, kwargs)
+        if has_hooks(m):
+            self.watch((args, kwargs, result))
         # Not reset by an exception, because the message names it.
         self.innermost = outer
         return result

@@ -21,7 +21,7 @@ from iternorm.models import replace
 from iternorm.models.features import DecorrelatedLinear
 from iternorm.models.fold import dataflow, recording
 from iternorm.models.fold import weights as fold_layers
-from iternorm.models.followed import Followed
+from iternorm.models.followed import Followed, has_own_forward
 from iternorm.models.fuse import junctions
 
 
@@ -51,11 +51,12 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
     grouped 1x1 convolution or linear map ("pointwise"). The last happens if there is a ReLU or an addition in between,
     or if a neighbour is used more than once, shares its weights, is parametrized, or has a hook. `nn.Identity` replaces
     a folded layer. Layers that whiten each sample on its own have no fixed map and stay ("kept"), and so do those whose
-    parameters or buffers the model's own code reads.
+    parameters or buffers the model's own code reads, and those with a forward of their own.
 
     Neighbours are found by tracing with torch.fx. For models that torch.fx cannot trace, give `example_inputs`: then
     they are found by following one run of the model, and the result holds for the path that this run took. Without
-    them, a linear layer next to an IterNorm1d is assumed to have ``[N, C]`` between them.
+    them, it is the path of a call with the required arguments only, and a linear layer next to an IterNorm1d is assumed
+    to have ``[N, C]`` between them.
 
     Args:
         model: in eval mode. It is not changed.
@@ -96,18 +97,14 @@ def fold(model: nn.Module, example_inputs: Any = None, *, max_growth: float = 2.
             )
         if norm.running_mean.is_meta:
             raise ValueError(f"{name or 'the model'} is on the meta device and has no values to fold; load them first")
-    if max_growth < 1:
+    if not max_growth >= 1:
         raise ValueError(f"max_growth={max_growth} must be at least 1; 2 is the default, infinity folds always")
     model = _copied(model)
     junctions.separate(model)
     table = FoldTable()
-    model = _fold_decorrelated(model, table)
+    model = _fold_decorrelated(model, example_inputs, table)
     if any(isinstance(layer, WhiteningNorm) for layer in model.modules()):
-        if example_inputs is None:
-            flow = dataflow.traced(model)
-        else:
-            flow = recording.recorded(model, *_arguments(model, example_inputs))
-        model = _fold_all(model, flow, max_growth, table)
+        model = _fold_all(model, _flow(model, example_inputs), max_growth, table)
     table += [Folded(name, "kept", "", "it whitens each sample by itself: no fixed map") for name in kept]
     table.sort(key=lambda row: order[row.name])
     return model, table
@@ -136,6 +133,12 @@ def _copied(model: nn.Module) -> nn.Module:
     return model
 
 
+def _flow(model: nn.Module, example_inputs: Any) -> dataflow.Flow:
+    if example_inputs is None:
+        return dataflow.traced(model)
+    return recording.recorded(model, *_arguments(model, example_inputs))
+
+
 def _arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """The positional and the keyword arguments to run the model with."""
     if not isinstance(example_inputs, Mapping):
@@ -150,14 +153,23 @@ def _arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], 
     return (), example_inputs
 
 
-def _fold_decorrelated(model: nn.Module, table: FoldTable) -> nn.Module:
+def _fold_decorrelated(model: nn.Module, example_inputs: Any, table: FoldTable) -> nn.Module:
     """Fold the norm of each linear layer that `decorrelate_features` made into that layer."""
     replacements: dict[nn.Module, nn.Module] = {}
-    for name, layer in model.named_modules():
-        if not isinstance(layer, DecorrelatedLinear) or not isinstance(layer.norm, WhiteningNorm):
-            continue
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, DecorrelatedLinear)]
+    layers = [(name, layer) for name, layer in layers if isinstance(layer.norm, WhiteningNorm)]
+    try:
+        is_alone = isinstance(model, DecorrelatedLinear)
+        read = set() if is_alone or not layers else _flow(model, example_inputs).read
+    except ValueError:
+        if example_inputs is not None:
+            raise
+        # A model that cannot be traced is taken not to read their weights.
+        read = set()
+    for name, layer in layers:
+        is_watched = dataflow.has_hooks(layer.norm) or has_own_forward(layer.norm) or "forward" in vars(layer)
         # A weight that is computed from others, by weight norm or pruning, cannot be set.
-        if layer._parameters.get("weight") is not None and not dataflow.has_hooks(layer.norm):
+        if layer._parameters.get("weight") is not None and not is_watched and not read & {layer, layer.norm}:
             plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
             replace.carry(layer, plain, without=("norm",))
             replacements[layer] = fold_layers.with_weights(
@@ -174,6 +186,9 @@ def _fold_all(model: nn.Module, flow: dataflow.Flow, max_growth: float, table: F
     for norm in [layer for layer in names if isinstance(layer, WhiteningNorm)]:
         if norm in flow.read:
             table.append(Folded(names[norm], "kept", "", "the model's own code reads its parameters or buffers"))
+            continue
+        if has_own_forward(norm):
+            table.append(Folded(names[norm], "kept", "", "it has a forward of its own: no fixed map is known"))
             continue
         matrix, _ = fold_layers.eval_map(norm)
         reasons, place = [], None
@@ -238,10 +253,10 @@ def _width(layer: Any, how: str) -> int:
 
 
 def _linear_part(norm: WhiteningNorm) -> WhiteningNorm:
-    """The norm without its activation, which `_in_place_of` puts back."""
+    """The norm without its activation and what follows in it, which `_in_place_of` puts back."""
     # Not `copy.copy`, which a parametrized layer refuses.
     bare = type(norm).__new__(type(norm))
-    vars(bare).update(vars(norm), activation=None)
+    vars(bare).update(vars(norm), activation=None, followers=())
     return bare
 
 
@@ -259,10 +274,13 @@ class Sum(nn.Sequential):
 
 def _in_place_of(norm: WhiteningNorm, layer: nn.Module, is_added_to: bool) -> nn.Module:
     """What takes the norm's place: the layer, the modules that followed the norm inside it, and its hooks."""
-    kept: list[tuple[str, nn.Module]] = [] if norm.activation is None else [("activation", nn.ReLU())]
+    kept: list[tuple[str, nn.Module]] = [] if norm.activation is None else [("activation", nn.ReLU().eval())]
     if isinstance(norm, Followed):
         kept += [(name, norm.get_submodule(name)) for name in norm.followers]
+    layer.eval()
     if kept or is_added_to:
         layer = (Sum if is_added_to else nn.Sequential)(OrderedDict([("map", layer), *kept]))
+        # Not `eval()`: a dropout that followed may be in training mode.
+        layer.training = False
     replace.carry_hooks(norm, layer)
-    return layer.eval()
+    return layer

@@ -11,7 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from iternorm.layers.base import WhiteningNorm
-from iternorm.models.fold.dataflow import Flow, called_once, is_linear_map, owners_of, residual_of
+from iternorm.models.fold.dataflow import (
+    LINEAR_MAPS,
+    Flow,
+    called_once,
+    has_hooks,
+    is_linear_map,
+    owners_of,
+    residual_of,
+)
 
 
 def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flow:
@@ -19,7 +27,10 @@ def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     recorder = _Recorder()
     handles = []
     for layer in model.modules():
-        if isinstance(layer, WhiteningNorm) or is_linear_map(layer):
+        if has_hooks(layer):
+            handles.append(layer.register_forward_pre_hook(recorder.look, prepend=True, with_kwargs=True))
+            handles.append(layer.register_forward_hook(recorder.look, prepend=True))
+        if isinstance(layer, (WhiteningNorm, *LINEAR_MAPS)):
             handles.append(layer.register_forward_pre_hook(recorder.enter, prepend=True, with_kwargs=True))
             handles.append(layer.register_forward_hook(recorder.leave))
     try:
@@ -82,6 +93,10 @@ class _Recorder(TorchDispatchMode):
                 self.users[id(value)].add(user)
                 self.kept.append(value)
 
+    def look(self, layer: nn.Module, *values: Any) -> None:
+        """What other hooks of a module see."""
+        self.use(values)
+
     def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         residual = residual_of(args, kwargs)
         if isinstance(layer, WhiteningNorm) and residual is not None:
@@ -107,7 +122,9 @@ class _Recorder(TorchDispatchMode):
             self.sources[id(output)] = source, _version(source)
 
     def flow(self, model: nn.Module, outputs: Any) -> Flow:
-        self.use(outputs)
+        made = {id(output) for _, _, output in self.calls}
+        kept = [value for layer in model.modules() for value in tree_leaves(vars(layer)) if id(value) in made]
+        self.use((_leaves(outputs), kept))
         owned, seen = owners_of(model).items(), self.looked_at
         read = {
             layer for value, owners in owned if value in seen or not self.users[value] <= owners for layer in owners
@@ -127,6 +144,17 @@ class _Recorder(TorchDispatchMode):
                 if takes and self.users[id(output)] == {following} and id(output) not in self.changed:
                     flow.following[layer] = following
         return flow
+
+
+def _leaves(outputs: Any) -> list[Any]:
+    """What a model returns, in the attributes of objects too."""
+    leaves, seen = tree_leaves(outputs), set()
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, nn.Module, type)) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            slots = (getattr(leaf, name, None) for name in getattr(leaf, "__slots__", ()))
+            leaves += tree_leaves((getattr(leaf, "__dict__", None), *slots))
+    return leaves
 
 
 def _version(tensor: Tensor) -> int | None:

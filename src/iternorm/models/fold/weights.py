@@ -15,6 +15,7 @@ from iternorm.layers.base import WhiteningNorm
 from iternorm.layers.norms import _Rank2d, _Rank3d
 from iternorm.layers.per_sample import PerSampleWhitening
 from iternorm.models.fold import dataflow
+from iternorm.models.followed import Followed, has_own_forward
 from iternorm.whitening import groups
 from iternorm.whitening.autograd import fold_affine
 
@@ -24,8 +25,7 @@ def eval_map(norm: WhiteningNorm) -> tuple[Tensor, Tensor]:
 
     An activation that the layer has comes after it.
     """
-    if isinstance(norm, PerSampleWhitening):
-        raise TypeError(f"{type(norm).__name__} whitens each sample by itself, so it has no fixed map; keep the layer")
+    _check_norm(norm)
     if norm.running_mean is None:
         raise ValueError(
             f"{type(norm).__name__} keeps no running statistics (track_running_stats=False), so it has no fixed map"
@@ -195,7 +195,19 @@ class PointwiseMap(nn.Conv1d):
         return super().forward(planes).view(input.shape)
 
 
+def _check_norm(norm: Any) -> None:
+    if isinstance(norm, PerSampleWhitening):
+        raise TypeError(f"{type(norm).__name__} whitens each sample by itself, so it has no fixed map; keep the layer")
+    if not isinstance(norm, WhiteningNorm):
+        raise TypeError(f"norm is a {type(norm).__name__}; give a whitening layer, such as iternorm.IterNorm2d")
+
+
 def _check_linear(norm: WhiteningNorm) -> None:
+    if has_own_forward(norm) or (isinstance(norm, Followed) and norm.followers):
+        raise TypeError(
+            f"{type(norm).__name__} does more than whiten, in a forward of its own or in modules that follow, which "
+            "weights cannot take in; use iternorm.fold, which keeps that"
+        )
     if norm.activation is not None:
         raise ValueError(
             f"{type(norm).__name__} has activation={norm.activation!r} in it, which weights cannot take in; use "
@@ -204,6 +216,7 @@ def _check_linear(norm: WhiteningNorm) -> None:
 
 
 def _check_eval(norm: WhiteningNorm) -> None:
+    _check_norm(norm)
     if norm.training:
         raise ValueError(f"{type(norm).__name__} is in training mode: its map is the batch's; call eval() first")
 
@@ -214,6 +227,11 @@ def _check_pair(layer: Any, norm: WhiteningNorm) -> None:
     if not dataflow.is_linear_map(layer):
         raise TypeError(
             f"{type(layer).__name__} is not a convolution or linear layer of torch.nn that can be folded into"
+        )
+    if isinstance(layer, nn.Linear) and isinstance(norm, (_Rank2d, _Rank3d)):
+        raise ValueError(
+            f"the features of a linear layer are not the channels of {type(norm).__name__}, which are the second "
+            "dimension of its input; use iternorm.fold_pointwise(norm)"
         )
 
 

@@ -18,7 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from iternorm.layers.base import WhiteningNorm
 from iternorm.models import replace
 from iternorm.models.fold.dataflow import has_hooks
-from iternorm.models.followed import Followed
+from iternorm.models.followed import Followed, has_own_forward
 from iternorm.models.fuse import patterns, rewrite
 from iternorm.models.fuse.patterns import Junction
 
@@ -207,6 +207,8 @@ class _Planner:
             return "it has not seen a batch"
         if norm.activation is not None:
             return f"it has activation={norm.activation!r} already"
+        if has_own_forward(norm):
+            return "it has a forward of its own"
         if has_hooks(norm):
             return "a hook watches it"
         if self.places[norm] > 1 or self.calls[norm] > 1:
