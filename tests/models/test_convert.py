@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import third_party
@@ -177,57 +176,6 @@ def test_shared_layers_stay_shared():
     convert_batchnorm(model)
     assert type(model.get_submodule("a.0")) is IterNorm1d
     assert model.get_submodule("a.0") is model.get_submodule("b.1")
-
-
-def test_a_forward_over_a_list_uses_the_new_layers():
-    class Listed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm, self.relu = nn.Conv2d(3, 4, 1), trained(nn.BatchNorm2d(4)), nn.ReLU()
-            self.steps = [self.conv, self.norm, self.relu, torch.tanh]
-
-        def forward(self, x):
-            for step in self.steps:
-                x = step(x)
-            return x
-
-    torch.manual_seed(0)
-    for fuse in (False, True):
-        model, x = Listed().eval(), torch.randn(5, 3, 4, 4)
-        expected = model(x)
-        convert_batchnorm(model, fuse=fuse)
-        assert model.steps[1] is model.norm
-        assert type(model.norm) is IterNorm2d
-        torch.testing.assert_close(model(x), expected)
-        folded: Any = iternorm.fold(model)[0]
-        assert folded.steps[0] is folded.conv
-        assert type(folded.steps[1]) is nn.Identity
-        torch.testing.assert_close(folded(x), expected)
-        convert_to_batchnorm(model)
-        assert type(model.steps[1]) is nn.BatchNorm2d
-        torch.testing.assert_close(model(x), expected)
-
-
-def test_a_forward_that_looks_into_a_dict_uses_the_new_layers():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 4, 1), trained(nn.BatchNorm2d(4))
-            self.norms = {"after": self.norm}
-
-        def forward(self, x):
-            return self.norms["after"](self.conv(x)).relu()
-
-    for fuse in (False, True):
-        model, x = Named().eval(), torch.randn(5, 3, 4, 4)
-        expected = model(x)
-        convert_batchnorm(model, fuse=fuse)
-        assert model.norms["after"] is model.norm
-        torch.testing.assert_close(model(x), expected)
-        for inputs in (None, x):
-            folded: Any = iternorm.fold(model, inputs)[0]
-            assert type(folded.norms["after"]) is nn.Identity
-            torch.testing.assert_close(folded(x), expected)
 
 
 def test_where():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import iternorm
-from iternorm import IterNorm2d, convert_batchnorm
+from iternorm import IterNorm2d, convert_batchnorm, convert_to_batchnorm
 
 Named = namedtuple("Named", ["number", "norm"])
 
@@ -30,6 +30,7 @@ class Holding(nn.Module):
 
 HELD = {
     "by itself": (lambda norm: norm, lambda held: held),
+    "dict": (lambda norm: {"after": norm}, lambda held: held["after"]),
     "pairs": (lambda norm: [("norm", norm), (1, 2)], lambda held: held[0][1]),
     "lists in a dict": (lambda norm: {"one": [[norm]], "none": []}, lambda held: held["one"][0][0]),
     "OrderedDict": (lambda norm: OrderedDict(one=norm), lambda held: held["one"]),
@@ -41,12 +42,13 @@ HELD = {
 }
 
 
+@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", HELD)
-def test_a_forward_that_finds_its_layers_in_any_container_uses_the_new_layers(name):
+def test_a_forward_that_finds_its_layers_in_any_container_uses_the_new_layers(name, fuse):
     torch.manual_seed(0)
     model, x = Holding(*HELD[name]).eval(), torch.randn(5, 3, 4, 4)
     kind, expected = type(model.held), model(x)
-    convert_batchnorm(model)
+    convert_batchnorm(model, fuse=fuse)
     assert model.found(model.held) is model.norm
     assert type(model.norm) is IterNorm2d
     assert name == "by itself" or type(model.held) is kind
@@ -56,6 +58,36 @@ def test_a_forward_that_finds_its_layers_in_any_container_uses_the_new_layers(na
         assert type(folded.found(folded.held)) is nn.Identity
         torch.testing.assert_close(folded(x), expected)
     assert model.found(model.held) is model.norm
+
+
+def test_a_forward_over_a_list_uses_the_new_layers():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.relu = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()
+            self.norm(torch.randn(9, 4, 2, 2) * 3 + 1)
+            self.steps = [self.conv, self.norm, self.relu, torch.tanh]
+
+        def forward(self, x):
+            for step in self.steps:
+                x = step(x)
+            return x
+
+    torch.manual_seed(0)
+    for fuse in (False, True):
+        model, x = Listed().eval(), torch.randn(5, 3, 4, 4)
+        expected = model(x)
+        convert_batchnorm(model, fuse=fuse)
+        assert model.steps[1] is model.norm
+        assert type(model.norm) is IterNorm2d
+        torch.testing.assert_close(model(x), expected)
+        folded: Any = iternorm.fold(model)[0]
+        assert folded.steps[0] is folded.conv
+        assert type(folded.steps[1]) is nn.Identity
+        torch.testing.assert_close(folded(x), expected)
+        convert_to_batchnorm(model)
+        assert type(model.steps[1]) is nn.BatchNorm2d
+        torch.testing.assert_close(model(x), expected)
 
 
 def test_containers_that_hold_no_layer_are_the_same_objects():
