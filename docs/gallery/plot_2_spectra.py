@@ -52,7 +52,7 @@ for name, covariance in {"input": before, **after}.items():
 # BatchNorm hardly changes the curve. DBN whitens within groups of 16 and leaves correlation between groups. Each step
 # of IterNorm brings more of the large eigenvalues to one level, and multiplies the small ones by no more than 9/4.
 
-from iternorm.experiments.evidence.palette import color_of
+from iternorm.report.palette import color_of
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
 for axes, names in ((left, ("BN", "DBN", "IterNorm T=5")), (right, [name for name in after if "T=" in name])):

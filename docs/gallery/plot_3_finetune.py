@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import iternorm
-from iternorm.experiments.evidence.palette import color_of
+from iternorm.report.palette import color_of
 
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1

@@ -11,7 +11,7 @@ import torch
 
 import iternorm
 from iternorm import analysis
-from iternorm.experiments.evidence.palette import color_of
+from iternorm.report.palette import color_of
 
 data = torch.randn(4000, 64) @ torch.diag(torch.linspace(0.3, 2, 64)) @ torch.linalg.qr(torch.randn(64, 64))[0]
 

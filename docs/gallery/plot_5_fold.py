@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.benchmark import Timer
 
 import iternorm
-from iternorm.experiments.evidence.palette import color_of
+from iternorm.report.palette import color_of
 
 
 def network(norm):

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import iternorm
-from iternorm.experiments.evidence.palette import color_of
+from iternorm.report.palette import color_of
 
 # %%
 # What each process runs. It is a file of its own, because ``torchrun`` starts it twice.

@@ -13,7 +13,9 @@ import torch
 from page_checks import assert_self_contained
 from torch import nn
 
+import iternorm
 from iternorm.analysis import analyze
+from iternorm.report.palette import color_of
 from iternorm.report.plots import line_svg, matrix_img
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -226,3 +228,19 @@ class TestPlots:
         image = Image.open(BytesIO(base64.b64decode(address)))
         assert image.size == (3, 3)
         assert [image.getpixel((column, 0)) for column in range(3)] == [0, 191, 255]
+
+
+def test_a_norm_has_one_colour_in_all_panels():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), iternorm.DecorrelatedBatchNorm1d(4, group_size=2)
+    )
+    page = analyze(model, [torch.randn(40, 4) for _ in range(2)], batch_sizes=(4,), draws=10).to_html()
+    # The legend: a short line in the curve's colour, and its name.
+    panels = page[page.index("<h2>Layer by layer") :].split("<details")[1:]
+    legends = [re.findall(r'h14" stroke="([^"]+)"[^>]*/><text[^>]*>([^<]+)', panel) for panel in panels]
+    batch_norm, dbn = [{name: color for color, name in legend if name not in ("in", "out")} for legend in legends]
+    assert batch_norm["BN"] == color_of("BN")
+    # Those of all layers, and the layer's own where it is none of them.
+    assert dbn == {**batch_norm, "DBN-2": dbn["DBN-2"]}
+    assert len(set(dbn.values())) == len(dbn) == 6

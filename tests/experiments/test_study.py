@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from iternorm.experiments.evidence import palette
 from iternorm.experiments.jobs import overview, ray_sweep, registry, sweep
 from iternorm.experiments.jobs.registry import Context, Plan
 from iternorm.experiments.study import Recipe, Result, TensorSource, plot_errors, train
@@ -197,15 +196,6 @@ def test_own_images_are_normalized_by_their_own_statistics(dtype):
 def test_tensors_that_do_not_fit(train, test, message):
     with pytest.raises(ValueError, match=message):
         TensorSource(RECIPE, "cpu", train or images(64), test or images(33, 1))
-
-
-def test_a_norm_has_one_colour():
-    assert palette.color_of("DBN") == palette.color_of("DBN-16") == palette.color_of("DBN-16-L1")
-    assert palette.color_of("SyncIterNorm T=5 d=64") == palette.color_of("IterNorm-L1") == "#cc79a7"
-    assert palette.color_of("MyNorm") is None
-    colors = palette.colors_of(["BN", "MyNorm", "YourNorm", "DBN-16"])
-    assert colors["BN"] == "#0072b2"
-    assert len(set(colors.values())) == 4
 
 
 def test_the_command_line_takes_a_file(tmp_path):

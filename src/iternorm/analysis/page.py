@@ -5,6 +5,7 @@ from html import escape
 
 from iternorm.analysis.summary import LayerAnalysis, ModelAnalysis, SideAnalysis, number
 from iternorm.report.html import html_page, html_table
+from iternorm.report.palette import colors_of
 from iternorm.report.plots import Points, line_svg, matrix_img
 
 # Wider than other pages: a table of a model has many columns.
@@ -106,7 +107,8 @@ def _panel(layer: LayerAnalysis, opened: bool) -> str:
     )
     noise = {layer.operation: layer.noise} if layer.noise else {}
     # An alternative that equals the layer's own operation gets no second curve.
-    noise |= {a.operation: a.noise for a in layer.alternatives if a.operation != layer.operation}
+    alternatives = {a.operation: a.noise for a in layer.alternatives}
+    noise |= {name: estimates for name, estimates in alternatives.items() if name != layer.operation}
     parts = [spectra]
     if any(noise.values()):
         parts.append(
@@ -120,6 +122,8 @@ def _panel(layer: LayerAnalysis, opened: bool) -> str:
                 markers=True,
                 x_ticks=sorted({n.batch_size for estimates in noise.values() for n in estimates}),
                 errors={name: [n.standard_error for n in estimates] for name, estimates in noise.items()},
+                # In the order of the alternatives, which is that of every layer.
+                colors=colors_of([*alternatives, *noise]),
             )
         )
     for side, name in ((layer.before, "in"), (layer.after, "out")):

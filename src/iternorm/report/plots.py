@@ -30,6 +30,7 @@ def line_svg(
     errors: Mapping[str, Sequence[float]] | None = None,
     x_ticks: Sequence[float] | None = None,
     x_names: Mapping[float, str] | None = None,
+    colors: Mapping[str, str] | None = None,
 ) -> str:
     """Curves over common axes as an SVG element.
 
@@ -50,6 +51,7 @@ def line_svg(
         x_ticks: Where to put ticks on x, instead of round values; the axis reaches over all of them.
         x_names: Names of all values of x, which stand at the ticks in place of the values. Hovering over a point shows
             its name and value.
+        colors: Of the curves by name, instead of those of `COLORS` in their order.
     """
     kept = {
         name: [(x, y) for x, y in points if _drawable(x, x_log) and _drawable(y, y_log)]
@@ -63,6 +65,7 @@ def line_svg(
     if not xs:
         return f'<p class="empty">{escape(title)}: nothing to draw.</p>'
     legend = [name for name in kept if kept[name] or infinite[name]]
+    colors = colors or {name: COLORS[index % len(COLORS)] for index, name in enumerate(legend)}
     rows = _legend_rows(legend, width - 60)
     names = {x: _cut(name) for x, name in (x_names or {}).items()}
     room = _Slope(max(map(len, names.values()), default=0))
@@ -81,7 +84,7 @@ def line_svg(
     for row, entries in enumerate(rows):
         x = left
         for name in entries:
-            color = COLORS[legend.index(name) % len(COLORS)]
+            color = colors[name]
             y = 30 + 15 * row
             parts.append(f'<path d="M{x} {y - 4}h14" stroke="{color}" stroke-width="2"/>')
             parts.append(f'<text x="{x + 18}" y="{y}">{escape(name)}</text>')
@@ -105,7 +108,7 @@ def line_svg(
     if y_label:
         parts.append(f'<text x="4" y="{top - 8}" fill="#5b6675">{escape(y_label)}</text>')
     for index, name in enumerate(legend):
-        color = COLORS[index % len(COLORS)]
+        color = colors[name]
         points = [(x_scale(x), y_scale(y)) for x, y in kept[name]]
         path = ""
         for x, y in series[name]:

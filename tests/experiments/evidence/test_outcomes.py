@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from iternorm.experiments.evidence import outcomes, palette
+from iternorm.experiments.evidence import outcomes
 from iternorm.experiments.evidence.outcomes import Seeds, claim_lower, finals
 from iternorm.experiments.jobs.findings import Comparison, Finding, Verdict
 from iternorm.experiments.jobs.results import Result
+from iternorm.report import palette
 
 
 def result(*errors, seed=0, **config):

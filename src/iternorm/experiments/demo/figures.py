@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from iternorm.experiments.evidence.palette import color_of
+from iternorm.report.palette import color_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from iternorm.experiments.evidence import palette
 from iternorm.experiments.jobs.results import Result
+from iternorm.report import palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from iternorm.experiments.evidence import curves, palette, rule
+from iternorm.experiments.evidence import curves, rule
 from iternorm.experiments.evidence.rule import Seeds
 from iternorm.experiments.jobs.findings import Claim, Comparison, Finding
 from iternorm.experiments.jobs.results import Result
+from iternorm.report import palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from iternorm.analysis import Whitening, condition_number, covariance, snd
-from iternorm.experiments.evidence import palette
 from iternorm.experiments.jobs.findings import Comparison
 from iternorm.experiments.jobs.registry import Context
 from iternorm.experiments.jobs.results import Config, Result, Row
+from iternorm.report import palette
 from iternorm.timing.threads import num_threads
 
 if TYPE_CHECKING:

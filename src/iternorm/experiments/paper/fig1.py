@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from iternorm.analysis import Whitening, covariance
-from iternorm.experiments.evidence import palette
 from iternorm.experiments.jobs.findings import Claim, measured
 from iternorm.experiments.jobs.registry import Context, Plan
 from iternorm.experiments.jobs.results import Config, Result, Row
+from iternorm.report import palette
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from iternorm.experiments.evidence import palette, rule
+from iternorm.experiments.evidence import rule
 from iternorm.experiments.jobs.findings import Claim, Comparison, measured
 from iternorm.experiments.jobs.registry import Context, Plan
 from iternorm.experiments.jobs.results import Config, Result, Row
+from iternorm.report import palette
 from iternorm.timing.cpu import candidates, comparison
 
 if TYPE_CHECKING:

@@ -44,7 +44,11 @@ def color_of(norm: str) -> str | None:
 
 
 def colors_of(norms: Iterable[str]) -> dict[str, str]:
-    """The colours of some norms in one figure: those without one of their own get one that no other of them has."""
+    """The colours of some norms in one figure, their own where no norm before has it: no two are alike."""
     names = list(dict.fromkeys(norms))
     free = iter(_OTHERS * (1 + len(names) // len(_OTHERS)))
-    return {name: color_of(name) or next(free) for name in names}
+    found: dict[str, str] = {}
+    for name in names:
+        own = color_of(name)
+        found[name] = next(free) if own is None or own in found.values() else own
+    return found
