@@ -12,7 +12,9 @@ def test_a_norm_has_one_colour():
     assert len(set(colors.values())) == 4
 
 
-def test_norms_of_one_figure_differ_in_colour():
-    colors = palette.colors_of(["DBN-16", "BN", "DBN", "DBN-32"])
+def test_norms_of_one_figure_differ_in_colour_unless_they_are_named():
+    names = ["DBN-16", "BN", "DBN", "DBN-32"]
+    colors = palette.colors_of(names)
     assert colors["DBN-16"] == palette.color_of("DBN")
     assert len(set(colors.values())) == 4
+    assert list(palette.colors_of(names, named=True).values()) == [palette.color_of(name) for name in names]

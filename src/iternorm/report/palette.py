@@ -43,12 +43,15 @@ def color_of(norm: str) -> str | None:
     return _COLORS.get(re.sub(r"^DBN.*", "DBN", plain))
 
 
-def colors_of(norms: Iterable[str]) -> dict[str, str]:
-    """The colours of some norms in one figure, their own where no norm before has it: no two are alike."""
+def colors_of(norms: Iterable[str], *, named: bool = False) -> dict[str, str]:
+    """The colours of some norms in one figure: their own, else one that no other of them has.
+
+    Two that have one colour, as DBN-16 and DBN do, are told apart too, unless their names stand beside them (`named`).
+    """
     names = list(dict.fromkeys(norms))
     free = iter(_OTHERS * (1 + len(names) // len(_OTHERS)))
     found: dict[str, str] = {}
     for name in names:
         own = color_of(name)
-        found[name] = next(free) if own is None or own in found.values() else own
+        found[name] = next(free) if own is None or (own in found.values() and not named) else own
     return found

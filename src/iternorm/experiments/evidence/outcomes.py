@@ -129,7 +129,7 @@ def draw_numbers(axes: "Axes", rows: Mapping[str, Comparison], norms: Sequence[s
         rows: The numbers by what they are of.
         norms: The norm of each row, whose colour ours has.
     """
-    colors = palette.colors_of(norms)
+    colors = palette.colors_of(norms, named=True)
     heights = range(len(rows))
     style: dict[str, Any] = {"markersize": 5, "capsize": 3}
     for height, row, norm in zip(heights, rows.values(), norms, strict=True):
