@@ -53,6 +53,7 @@ FOR, AGAINST, NEITHER = (Finding(Verdict.ONE_SEED, points) for points in (True, 
         (Seeds((3.0, 3.1)), Seeds((), 3), UNDECIDED),
         (Seeds((), 1), Seeds((), 1), NEITHER),
         (Seeds((), 3), Seeds((), 3), UNDECIDED),
+        (Seeds((), 1), Seeds((), 3), NEITHER),
         (Seeds((), 1), Seeds(()), NOT_RUN),
         # The seeds that ended well do not speak for those that did not.
         (Seeds((3.0, 3.1, 3.2), 1), Seeds((9.0, 9.1, 9.2)), UNDECIDED),
@@ -61,6 +62,7 @@ FOR, AGAINST, NEITHER = (Finding(Verdict.ONE_SEED, points) for points in (True, 
         # One that is left of three was not the only one.
         (Seeds((3.0,), 2), Seeds((9.0, 9.1, 9.2)), UNDECIDED),
         (Seeds((9.0, 9.1, 9.2)), Seeds((3.0,), 2), UNDECIDED),
+        (Seeds((9.0,), 1), Seeds((3.0, 3.1)), UNDECIDED),
         # Nor does it speak for the other two where all that it is compared with diverged, or was run once.
         (Seeds((3.0,), 2), Seeds((), 3), UNDECIDED),
         (Seeds((3.0, 3.1), 1), Seeds((), 3), UNDECIDED),
@@ -121,6 +123,8 @@ def test_no_significant_difference_needs_one_that_could_be_seen():
     assert is_no_lower(Seeds((3.0, 3.0)), Seeds((3.0, 3.0, 3.0)), visible=0.4) == UNDECIDED
     assert is_no_lower(equal, Seeds((3.05, 3.15, 3.25), 1), visible=0.4) == UNDECIDED
     assert is_no_lower(equal._replace(num_diverged=1), Seeds((3.05, 3.15, 3.25)), visible=0.4) == UNDECIDED
+    diverged = equal._replace(num_diverged=1)
+    assert is_no_lower(diverged, diverged, visible=0.4) == UNDECIDED
     assert is_no_lower(Seeds(()), equal, visible=0.4) == NOT_RUN
     assert is_no_lower(Seeds((), 3), equal, visible=0.4) == HOLDS
 
