@@ -34,7 +34,7 @@ def test_one_seed_that_diverged_rules_a_learning_rate_out():
 
 def test_a_verdict_is_undecided_where_leaving_one_seed_out_changes_rate_and_verdict():
     # The training error of T=3 is above or below that of T=9, by the rate; its losses differ less than the seeds do.
-    losses = {(2.0, 0): 0.2, (2.0, 1): 0.2, (2.0, 2): 0.2, (5.0, 0): 0.1, (5.0, 1): 0.35, (5.0, 2): 0.1}
+    losses = {(2.0, 0): 0.4, (2.0, 1): 0.4, (2.0, 2): 0.4, (5.0, 0): 0.49, (5.0, 1): 0.5, (5.0, 2): 0.1}
 
     def values(config):
         key = config["lr"], config.get("seed", 0)
@@ -51,10 +51,10 @@ def test_a_verdict_is_undecided_where_leaving_one_seed_out_changes_rate_and_verd
     number = next(row for row in figA1.compare(found) if row.what == "IterNorm T=3, full batch, test error")
     assert number.note == "learning rate 5 (2 if one seed is left out)"
     # That one seed alone would choose another rate opens none: with every further seed one more would.
-    losses[5.0, 1] = 0.25
+    losses[5.0, 0] = 0.25
     assert mnist_mlp.open_rates(results(figA1, values, Plan(seeds=3)))["IterNorm T=3"] == [5.0]
     assert figA1.claims(results(figA1, values, Plan(seeds=3)))[0].verdict is Verdict.FAILS
-    losses |= {(5.0, seed): 0.3 for seed in range(3)}
+    losses |= {(5.0, seed): 0.5 for seed in range(3)}
     assert figA1.claims(results(figA1, values, Plan(seeds=3)))[0].verdict is Verdict.HOLDS
 
 

@@ -178,6 +178,16 @@ class TestEveryExperiment:
         assert state.unusable == ()
 
 
+def test_every_committed_result_is_that_of_a_job():
+    # A setting that changes moves the paths of its jobs, and what was trained would be lost.
+    folder, found = ROOT / "results", set()
+    for name in registry.EXPERIMENTS:
+        experiment = registry.get(name)
+        finished = overview.survey(experiment, folder).finished
+        found |= {results.result_path(folder, experiment.home, result.config) for result in finished}
+    assert found == set(folder.glob("*/*.json"))
+
+
 @pytest.mark.parametrize("name", ["fig1", "fig2", "fig4", "fig5", "figA2", "tableA1"])
 def test_what_takes_minutes_is_committed_whole_and_judged(name):
     experiment = registry.get(name)
