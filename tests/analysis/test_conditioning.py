@@ -84,6 +84,15 @@ def test_condition_number_without_full_rank_is_infinite(generator):
     assert analysis.condition_number(torch.zeros(3, 3)) == math.inf
 
 
+def test_a_direction_has_variance_beyond_the_rounding_of_the_largest():
+    # √16 of them.
+    eps = torch.finfo(torch.float64).eps
+    values = torch.ones(16, dtype=torch.float64)
+    values[0] = 3
+    assert analysis.condition_number(values.index_fill(0, torch.tensor(15), 3 * 3.9 * eps).diag()) == math.inf
+    assert analysis.condition_number(values.index_fill(0, torch.tensor(15), 3 * 4.1 * eps).diag()) < math.inf
+
+
 def test_batched_covariances_give_batched_values(generator):
     batch = torch.stack([random_covariance(4, generator) for _ in range(3)])
     for function in (
@@ -100,6 +109,7 @@ def test_batched_covariances_give_batched_values(generator):
 def test_effective_rank_counts_equal_directions():
     assert analysis.effective_rank(torch.eye(7)).item() == pytest.approx(7)
     assert analysis.effective_rank(torch.diag(torch.tensor([3.0, 3, 0, 0]))).item() == pytest.approx(2)
+    assert analysis.effective_rank(0.01 * torch.eye(7)).item() == pytest.approx(7)
     assert analysis.effective_rank(torch.zeros(4, 4)) == 0
 
 

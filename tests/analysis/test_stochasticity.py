@@ -117,6 +117,13 @@ def test_standard_error_of_known_distances():
     assert summarize(distances.T, distances[:, 0], 2).standard_error == pytest.approx(distances[:, 0].std().item() / 2)
 
 
+def test_standard_error_of_distances_that_are_sums():
+    batches, samples = torch.tensor([0.0, 1, 5]), torch.tensor([0.0, 2, 3, 9])
+    distances = batches[:, None] + samples
+    expected = (batches.var() / 3 + samples.var() / 4).sqrt().item()
+    assert summarize(distances, distances[0], 2).standard_error == pytest.approx(expected)
+
+
 def test_standard_error_of_independent_distances(generator):
     distances = torch.rand(60, 80, generator=generator)
     expected = distances.std().item() / (60 * 80) ** 0.5
