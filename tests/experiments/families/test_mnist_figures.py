@@ -1,5 +1,6 @@
 """Figures 3 and A1: the learning rate of each norm, and the claims they check."""
 
+import pytest
 from figure_runs import ONE, results, verdicts
 
 from iternorm.experiments.evidence import pays
@@ -107,6 +108,16 @@ def test_all_methods_improve_the_test_error_too_in_figure_3():
     assert verdicts(fig3, results(fig3, worse, ONE))[0] == "<"
     # Within the error of 10,000 test images nobody knows.
     assert verdicts(fig3, results(fig3, mnist_values(IMPROVED, SMALL, TRAIN, {**TEST, "DBN": 8.9}), ONE))[0] == "="
+
+
+@pytest.mark.parametrize("norm", ["BN", "DBN", "IterNorm T=5"])
+def test_each_method_halves_the_loss_and_lowers_the_error_in_figure_3(norm):
+    def sign(loss, error):
+        values = mnist_values({**IMPROVED, norm: loss}, SMALL, TRAIN, {**TEST, norm: error})
+        return verdicts(fig3, results(fig3, values, Plan(seeds=3)))[0]
+
+    # Plain's are 0.5 and 9.
+    assert [sign(0.24, 8), sign(0.26, 8), sign(0.24, 10)] == ["+", "x", "x"]
 
 
 def test_random_results_are_near_chance_in_figure_3():
