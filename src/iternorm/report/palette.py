@@ -23,7 +23,9 @@ _COLORS = {
     "IterNorm T=9": "#003526",
     "IterNorm T=5 d=256": "#882255",
     "IterNorm T=5 d=128": "#aa4499",
+    "IterNorm T=3 d=64": "#a98bd6",
     "IterNorm T=5 d=64": "#cc79a7",
+    "IterNorm T=7 d=64": "#8a3668",
     "IterNorm T=5 d=32": "#e69f00",
     "IterNorm T=5 d=1": "#56b4e9",
     # On ImageNet, where it is T=5 in groups of 64.
