@@ -61,7 +61,7 @@ def test_the_papers_settings():
     assert (small.batch_size, small.epochs, small.record_every, small.lr) == (2, 1, 500, 0.1)
     assert {config["lr"] for config in by_size[60000]} == {0.2, 0.5, 1, 2, 5}
     jobs = [Recipe.from_config(config) for config in fig6.jobs(Plan())]
-    assert len(jobs) == 3 * 13
+    assert len(jobs) == 3 * 14
     assert {(job.batch_size, job.lr) for job in jobs} == {(256, 0.1), (1024, 0.4), (16, 0.0125), (256, 1.0)}
     assert all((job.epochs, job.milestones, job.momentum, job.nesterov) == (160, (60, 120), 0.9, False) for job in jobs)
     assert all(job.gamma == pytest.approx(1 / 5) and job.augment and job.weight_decay == 0 for job in jobs)
