@@ -1,6 +1,7 @@
 """A layer whose forward is not that of its base class is not taken for one."""
 
 import re
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -46,6 +47,15 @@ def test_a_layer_with_a_forward_of_its_own_does_not_pass_its_input_on():
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
     for passing in (nn.Identity(), nn.Dropout()):
         check(settled(nn.Sequential(nn.Conv2d(4, 4, 1), wrapped(passing), IterNorm2d(4))), x, ["pointwise"])
+
+
+def test_decorrelated_features_stay_before_a_linear_layer_with_a_forward_of_its_own():
+    x = torch.randn(5, 4, dtype=torch.float64)
+    model = settled(decorrelate_features(nn.Sequential(nn.ReLU(), nn.Linear(4, 3))))
+    linear = model[1]
+    linear.forward = MethodType(lambda self, x: nn.functional.linear(2 * self.norm(x), self.weight), linear)
+    folded, _ = check(model, x, ["pointwise"])
+    assert type(folded[1]) is DecorrelatedLinear
 
 
 def test_by_hand_a_norm_that_does_more_is_refused():
