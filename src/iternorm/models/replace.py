@@ -116,7 +116,7 @@ def carry_hooks(old: nn.Module, new: nn.Module) -> None:
 
 def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """Put each replacement wherever its key is used. Returns the model, or its own replacement."""
-    for parent in [*(module for module in model.modules() if module not in replacements), *replacements.values()]:
+    for parent in [*model.modules(), *replacements.values()]:
         for name, child in parent._modules.items():
             if child is not None and child in replacements and replacements[child] is not parent:
                 parent._modules[name] = replacements[child]
