@@ -82,7 +82,10 @@ def test_the_papers_settings():
     [
         ("fig3", ("momentum of 0.1", "0.1307 and 0.3081", "three hidden layers")),
         ("fig3", ("after numbers had been seen", 'the 85 for "random"', 'test errors count as "performance"')),
+        ("fig2", ("covariance of its Gaussian (ours: the identity)",)),
         ("fig4", ("nor eps (ours: 1e-5)", "one batch of 1024", "mean of the paper's 10 repeats")),
+        ("fig4", ("covariance of its Gaussian (ours: the identity",)),
+        ("fig5", ("covariance of its Gaussian (ours: the identity)", "batch sizes and of dimensions (ours: 2 to 512)")),
         ("fig5", ("nor eps (ours: 1e-5)", "mean of 10 repeats", "factor of ten, chosen after the numbers")),
         ("fig6", ("momentum of 0.1", "which is torch's", "deviation of 0.01", "dropped", "of the last epoch")),
         ("fig6", ("one crop for a whole mini-batch", "BN's scales start at 1")),
@@ -90,10 +93,12 @@ def test_the_papers_settings():
             "fig6",
             ("1e-3 for BN beside IterNorm's 1e-5", "0.0125, which the paper's search names; its scripts have 0.1"),
         ),
+        ("fig7", ("unlike IterNorm, is sensitive to large groups", "is not tested")),
         ("fig8", ("momentum of 0.1", "64, 64 and 32", "one crop for a whole mini-batch", "one norm more")),
-        ("table2", ("momentum of 0.1", "the authors' scripts keep it")),
+        ("table2", ("momentum of 0.1", "the authors' scripts keep it", "is not timed")),
         ("tableA1", ("TF32", "names neither", "wait for the host", "at most slightly")),
-        ("imagenette", ("5,000 in all", "middle square")),
+        ("imagenette", ("5,000 in all", "middle square", "kept at 224x224")),
+        ("table1", ("no norm right after the first convolution",)),
         ("table3", ("stride in the 3x3 convolution",)),
     ],
 )
@@ -116,6 +121,12 @@ def test_what_the_departures_say_is_so():
     assert strided == {(3, 3)}
     wide = build("wrn-10-10", "IterNorm T=5 d=64", 10, (3, 32, 32))
     assert 160 in {layer.num_features for layer in wide.modules() if isinstance(layer, IterNorm2d)}
+    stems = {norm: build("wrn-10-1", norm, 10, (3, 32, 32)).stem_norm for norm in ("BN", "DBN-16", "IterNorm T=5")}
+    assert {norm: isinstance(stem, nn.Identity) for norm, stem in stems.items()} == {
+        "BN": True,
+        "DBN-16": True,
+        "IterNorm T=5": False,
+    }
     assert [(part.count, part.size) for part in groups.parts(160, 64)] == [(2, 64), (1, 32)]
     point = fig4.jobs(Plan())[0]
     assert (point["eps"], point["batch_size"], point["repeats"]) == (1e-5, 1024, 10)

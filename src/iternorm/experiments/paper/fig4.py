@@ -6,8 +6,9 @@ conditioned than BN at every dimension, and its SND falls in high dimensions, be
 Command: iternorm run fig4 && iternorm plot fig4
 Cost: about two minutes on two cores.
 The paper got: curves without numbers.
-Departures: the paper gives neither the number of batches (ours: 100) nor that of samples (ours: 1000), nor eps (ours:
-1e-5). The condition number is that of one batch of 1024, normalized by its own statistics; the paper does not say which
+Departures: the paper gives neither the covariance of its Gaussian (ours: the identity, so that BN's condition number is
+due to the batch alone) nor the number of batches (ours: 100), nor that of samples (ours: 1000), nor eps (ours: 1e-5).
+The condition number is that of one batch of 1024, normalized by its own statistics; the paper does not say which
 examples it is of. Each number is the mean of the paper's 10 repeats, each with new examples.
 """
 

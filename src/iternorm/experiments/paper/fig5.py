@@ -6,11 +6,12 @@ dimension. IterNorm's SND is much less sensitive to small batches, and stable as
 Command: iternorm run fig5 && iternorm plot fig5
 Cost: about two minutes on two cores.
 The paper got: curves without numbers.
-Departures: the paper gives neither the number of batches (ours: 100) nor that of samples (ours: 1000), nor eps (ours:
-1e-5), nor the range of batch sizes (ours: 2 to 512). Each number is the mean of 10 repeats, as in Figure 4; here the
-paper names none. "Much less sensitive" and "more stable" are read as by a factor of ten, chosen after the numbers had
-been seen. DBN is shown too: a batch smaller than the dimension leaves directions without variance, in which it divides
-by √eps. With batches of 2 the mean over so few draws has a heavy tail: see the standard errors.
+Departures: the paper gives neither the covariance of its Gaussian (ours: the identity) nor the number of batches (ours:
+100), nor that of samples (ours: 1000), nor eps (ours: 1e-5), nor the ranges of batch sizes and of dimensions (ours: 2
+to 512). Each number is the mean of 10 repeats, as in Figure 4; here the paper names none. "Much less sensitive" and
+"more stable" are read as by a factor of ten, chosen after the numbers had been seen. DBN is shown too: a batch smaller
+than the dimension leaves directions without variance, in which it divides by √eps. With batches of 2 the mean over so
+few draws has a heavy tail: see the standard errors.
 """
 
 from collections.abc import Sequence

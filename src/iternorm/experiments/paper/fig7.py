@@ -10,7 +10,8 @@ take 6.2 and three under MPS 9 to 10, and the first needs half a minute more to 
 The paper got: curves without numbers.
 Departures: those of Figure 6. 160 epochs for the groups too, as the paper says; its scripts have 200. "Significantly"
 is read as by a tenth of the other errors. By how much large groups may be worse for "not sensitive" was chosen after
-numbers had been seen.
+numbers had been seen. That DBN, unlike IterNorm, is sensitive to large groups, which the paper adds, is not tested: DBN
+in larger groups is not run.
 """
 
 from collections.abc import Callable, Sequence

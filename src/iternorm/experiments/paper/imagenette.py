@@ -9,10 +9,10 @@ Cost: 15 runs, nine minutes in all on an H200 that four of them share.
 The paper got: nothing on these images.
 Departures: those of Table 2, and the images, their size and number, the epochs (twice the paper's, because one has so
 few steps, which leave the networks short of convergence: see the training errors), three seeds. The images lie on the
-device, where they are cut and coloured: random crops are taken from the middle square of a picture, not from all of it.
-They are in imagenette/ in the folder of data sets, as train/CLASS/ and val/CLASS/. A result's file says how many there
-were: of the 9,469 that are published for training, the results shown have the first 500 of each class by name, 5,000 in
-all; of those for validation all 3,925.
+device, where they are cut and coloured: random crops are taken from the middle square of a picture, kept at 224x224,
+not from all of it. They are in imagenette/ in the folder of data sets, as train/CLASS/ and val/CLASS/. A result's file
+says how many there were: of the 9,469 that are published for training, the results shown have the first 500 of each
+class by name, 5,000 in all; of those for validation all 3,925.
 """
 
 from collections.abc import Sequence

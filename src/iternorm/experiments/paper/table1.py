@@ -9,9 +9,10 @@ Cost: estimated, not measured: 4 hours on one H200 for 5 seeds of DBN, beside th
 The paper got: on WRN-28-10 / WRN-40-10, in %: baseline (BN) 3.89 ± 0.13 / 3.82 ± 0.11, DBN 3.79 ± 0.09 / 3.74 ± 0.11
 (as reported by its own paper), IterNorm 3.56 ± 0.12 / 3.59 ± 0.07. Zagoruyko and Komodakis report 3.89 / 3.80 with BN.
 Departures: those of Figure 8. DBN is run here, where the paper quotes it: ZCA, groups of 16, and an eps of 1e-3, with
-which it is known to train; the authors' scripts have 1e-5. On a GPU its matrices come from Newton's iteration run to
-convergence, not from an eigendecomposition. The error is that of the last epoch; the paper does not say which epoch's
-it prints. Figure 8's claim that IterNorm generalizes better than BN is decided by the same numbers.
+which it is known to train; the authors' scripts have 1e-5. Its networks have no norm right after the first convolution,
+as those with BN. On a GPU its matrices come from Newton's iteration run to convergence, not from an eigendecomposition.
+The error is that of the last epoch; the paper does not say which epoch's it prints. Figure 8's claim that IterNorm
+generalizes better than BN is decided by the same numbers.
 """
 
 import math
