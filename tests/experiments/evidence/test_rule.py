@@ -12,6 +12,7 @@ from iternorm.experiments.evidence.rule import (
     is_above,
     is_below,
     is_lower,
+    is_lower_by,
     is_no_lower,
     over_parts,
 )
@@ -106,6 +107,36 @@ def test_a_margin_has_to_be_passed_too():
     assert is_lower(high, low, margin=-0.7) == HOLDS
     assert is_lower(high, low, margin=-0.6) == UNDECIDED
     assert is_lower(high, low, margin=-0.3) == FAILS
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        # Lower by 0.5, good to 0.08: by 0.6 is within two errors, by 0.7 is not.
+        (Seeds((3.0, 3.1, 3.2)), Seeds((3.5, 3.6, 3.7)), (HOLDS, HOLDS, FAILS)),
+        # Not shown to be lower at all; nor by how much, where the errors are large.
+        (Seeds((3.0, 3.1, 3.2)), Seeds((3.05, 3.15, 3.25)), (UNDECIDED, FAILS, FAILS)),
+        (Seeds((2.0, 3.1, 4.2)), Seeds((3.5, 3.6, 3.7)), (UNDECIDED, UNDECIDED, UNDECIDED)),
+        (Seeds((3.5, 3.6, 3.7)), Seeds((3.0, 3.1, 3.2)), (FAILS, FAILS, FAILS)),
+        # Fewer than three seeds decide nothing, and one knows no error of its own.
+        (Seeds((3.0, 3.1)), Seeds((3.5, 3.6)), (UNDECIDED, UNDECIDED, UNDECIDED)),
+        (Seeds((3.0,)), Seeds((3.5,)), (NEITHER, NEITHER, NEITHER)),
+        # Seeds that diverged would make the difference larger on one side, and smaller on the other.
+        (Seeds((3.0, 3.1, 3.2)), Seeds((3.5, 3.6, 3.7), 1), (HOLDS, HOLDS, UNDECIDED)),
+        (Seeds((3.0, 3.1, 3.2), 1), Seeds((3.5, 3.6, 3.7)), (UNDECIDED, UNDECIDED, FAILS)),
+        (Seeds((3.0, 3.1, 3.2)), Seeds((), 3), (HOLDS, HOLDS, HOLDS)),
+        (Seeds((), 3), Seeds((3.0, 3.1, 3.2)), (FAILS, FAILS, FAILS)),
+        (Seeds((3.0, 3.1, 3.2)), Seeds(()), (NOT_RUN, NOT_RUN, NOT_RUN)),
+    ],
+)
+def test_lower_by_an_amount_up_to_the_errors(low, high, expected):
+    assert tuple(is_lower_by(low, high, amount) for amount in (0.1, 0.6, 0.7)) == expected
+
+
+def test_a_single_test_error_points_against_an_amount_out_of_its_reach():
+    # 7 % of 10,000 images is good to 0.26 points, a difference to 0.36.
+    low, high = Seeds((6.5,)), Seeds((7.5,))
+    assert [is_lower_by(low, high, amount, num_test=10_000) for amount in (0.5, 1.6, 1.8)] == [FOR, FOR, AGAINST]
 
 
 def test_no_significant_difference_needs_one_that_could_be_seen():

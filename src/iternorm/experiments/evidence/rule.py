@@ -129,6 +129,36 @@ def is_lower(low: Seeds, high: Seeds, *, margin: float = 0.0, num_test: int | No
     return Finding(Verdict.UNDECIDED) if spoiled or left_alone else finding
 
 
+def is_lower_by(low: Seeds, high: Seeds, amount: float, *, num_test: int | None = None) -> Finding:
+    """Whether the first mean is below the second by as much as an amount, up to the errors; see `reaches`."""
+    lower = is_lower(low, high, num_test=num_test)
+    if not low.values or not high.values:
+        return lower
+    return reaches(lower, difference(low, high, num_test), amount, spoiled=high.num_diverged > 0)
+
+
+def reaches(lower: Finding, found: Difference, amount: float, *, spoiled: bool) -> Finding:
+    """What the finding that something is lower becomes where it has to be so by an amount.
+
+    It stays if the amount is at most two standard errors above the difference, and fails if it is more.
+
+    Args:
+        lower: Whether it is lower at all.
+        found: By how much.
+        amount: By how much it is said to be.
+        spoiled: Whether seeds of the higher side diverged: with them the difference would be larger.
+    """
+    if found.error is None:
+        return Finding(lower.verdict)
+    if found.value + ERRORS * found.error >= amount:
+        return lower
+    if spoiled:
+        return Finding(Verdict.UNDECIDED)
+    if found.num_seeds >= LEAST_SEEDS:
+        return Finding(Verdict.FAILS)
+    return Finding(lower.verdict, False if lower.verdict is Verdict.ONE_SEED else None)
+
+
 def is_below(seeds: Seeds, limit: float, *, num_test: int | None = None) -> Finding:
     """Whether a mean is below a fixed number. What diverged is above any."""
     return _beyond(seeds, limit, num_test, above=False)

@@ -100,9 +100,5 @@ def _claim_improvement(iternorm: Seeds, baseline: Seeds, num_test: int | None) -
     of = "of the test set" if lower.verdict is Verdict.ONE_SEED else "standard error"
     evidence += f", ± {error:.1f} ({of})"
     evidence += f"; it has to be more than two errors, and {PAPER_IMPROVEMENT} at most two errors above it"
-    if ours + rule.ERRORS * error >= PAPER_IMPROVEMENT:
-        return Claim(text, lower, evidence)
-    # Its own error says that it is less, unless BN's worst seeds are not among those that finished.
-    decides = min(len(iternorm.values), len(baseline.values)) >= rule.LEAST_SEEDS
-    verdict = Verdict.UNDECIDED if baseline.num_diverged else Verdict.FAILS if decides else lower.verdict
-    return Claim(text, Finding(verdict, False if verdict is Verdict.ONE_SEED else None), evidence)
+    found = rule.Difference(ours, error, min(len(iternorm.values), len(baseline.values)))
+    return Claim(text, rule.reaches(lower, found, PAPER_IMPROVEMENT, spoiled=baseline.num_diverged > 0), evidence)
