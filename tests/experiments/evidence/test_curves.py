@@ -43,3 +43,16 @@ def test_the_axis_of_errors_of_runs_without_errors():
     # All of it, where nine tenths are nought.
     curves.limit_errors(axes, [run([50] + [0] * 19, [0] * 20)])
     assert axes.get_ylim() == (0, 50)
+
+
+def test_a_curve_of_one_row_is_a_mark():
+    one_row, two_rows = (
+        Result("x", {"job": "a"}, [{"epoch": k, "train_error": 1.0, "test_error": 2.0} for k in range(count)], 1.0, {})
+        for count in (1, 2)
+    )
+    axes = Figure().subplots()
+    curves.draw(axes, {"one": [one_row], "two": [two_rows]}, "epoch")
+    assert [line.get_marker() for line in axes.lines] == ["o", "o", "None", "None"]
+    # Training filled, test hollow, as solid and dashed are.
+    filled, hollow = axes.lines[:2]
+    assert filled.get_markerfacecolor() != hollow.get_markerfacecolor() == "white"

@@ -74,7 +74,7 @@ def draw(
     train: str | None = "train_error",
     test: str | None = "test_error",
 ) -> None:
-    """A curve for each label, the mean over its seeds: training solid, test dashed.
+    """A curve for each label, the mean over its seeds: training solid, test dashed. One row is a mark.
 
     Args:
         axes: Where to draw.
@@ -98,8 +98,14 @@ def draw(
             points = [{row[x]: row[field] for row in run.rows if row.get(field) is not None} for run in results]
             shared = [place for place in points[0] if all(place in run for run in points)]
             heights = [statistics.fmean(run[place] for run in points) for place in shared]
+            # A line needs two points.
+            mark = "o" if len(shared) == 1 else None
+            face = color if line == "-" else "white"
             # The label is drawn for a run without points too: it was run, and diverged at once.
-            axes.plot(shared, heights, line, color=color, linewidth=width, label=name if field == train else None)
+            label = name if field == train else None
+            axes.plot(
+                shared, heights, line, color=color, linewidth=width, marker=mark, markerfacecolor=face, label=label
+            )
     axes.set_xlabel(x)
     axes.grid(alpha=0.25)
 
