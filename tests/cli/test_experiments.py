@@ -329,6 +329,38 @@ def test_a_figure_that_cannot_be_written_is_named_with_a_remedy(invoke, tiny, tm
         assert "results/tiny/tiny.png cannot be written: Is a directory: make room" in words(result.stderr)
 
 
+@pytest.fixture
+def limited():
+    """Files end at 4 KiB, as on a disk that is full."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("verb", [("plot", "tiny"), ("report", "tiny", "--out", "docs")])
+def test_a_full_disk_does_not_cost_the_figure_that_is_there(invoke, tiny, tmp_path, verb, request):
+    invoke("run", "tiny", "--only", "dbn")
+    invoke("plot", "tiny")
+    path = tmp_path / "results" / "tiny" / "tiny.png"
+    before = path.read_bytes()
+    request.getfixturevalue("limited")
+    result = invoke(*verb)
+    assert result.exit_code == 2
+    assert "results/tiny/tiny.png cannot be written: File too large: make room" in words(result.stderr)
+    assert path.read_bytes() == before
+    assert not list(path.parent.glob(".tiny*"))
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "PDF"])
+def test_a_figure_has_the_format_of_its_suffix(invoke, tiny, tmp_path, suffix):
+    invoke("run", "tiny", "--only", "dbn")
+    assert invoke("plot", "tiny", "--out", f"a.{suffix}").stdout == f"Written: a.{suffix}  (1 of 4)\n"
+    starts = {"png": b"\x89PNG", "svg": b"<?xml", "PDF": b"%PDF"}
+    assert (tmp_path / f"a.{suffix}").read_bytes().startswith(starts[suffix])
+
+
 def test_a_report_that_cannot_be_written_is_named_as_it_would_be(invoke, tiny, tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "file").touch()
@@ -359,6 +391,8 @@ def test_report_writes_two_files_and_the_figures(invoke, tiny, tmp_path):
         (["plot", "fig1"], "fig1: none of 1 results is in results: make them with `iternorm run fig1`"),
         (["plot", "fig1", "--smoke", "--results", "a b"], "them with `iternorm run fig1 --smoke --results 'a b'`"),
         (["plot", "fig1", "fig2", "--out", "x.png"], "one file, for one experiment"),
+        (["plot", "fig1", "--out", "figure"], "--out figure does not say the kind of figure: end its name with .png"),
+        (["plot", "fig1", "--out", "a.txt"], "--out a.txt does not say the kind of figure: end its name with .png"),
         (["report", "--results", "reslts"], "--results reslts is no folder: `iternorm run` makes it"),
         (["run", "fig4", "--only", "zz"], "--only 'zz' selects no job: the names are d2, d4"),
         (["run", "fig4", "--seeds", "0"], "seeds=0 runs nothing"),

@@ -22,11 +22,15 @@ def plot(
 ) -> None:
     """Draw an experiment's figure from the results that are there."""
     require("matplotlib")
+    from matplotlib.backend_bases import FigureCanvasBase
+
     from iternorm.experiments.jobs import overview, registry
 
     chosen = registry.get_all(experiments)
     if out is not None and len(chosen) > 1:
         raise ValueError(f"--out {out} is one file, for one experiment: {len(chosen)} are given")
+    if out is not None and out.suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
+        raise ValueError(f"--out {out} does not say the kind of figure: end its name with .png, .svg or .pdf")
     check_outputs(out)
     without: list[str] = []
     with data_folder(data):

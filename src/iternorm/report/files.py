@@ -4,7 +4,12 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @contextmanager
@@ -46,13 +51,28 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> Path:
     Raises:
         OSError: It cannot be written.
     """
-    target = Path(path)
+    return _write_atomically(Path(path), text.encode())
+
+
+def write_figure_atomically(path: str | os.PathLike[str], figure: "Figure") -> Path:
+    """Write a figure in the format of the suffix of `path`, as `write_text_atomically` writes a text.
+
+    Raises:
+        OSError: It cannot be written.
+        ValueError: Matplotlib has no format of this suffix.
+    """
+    target, buffer = Path(path), BytesIO()
+    figure.savefig(buffer, format=target.suffix.removeprefix("."), dpi=110)
+    return _write_atomically(target, buffer.getvalue())
+
+
+def _write_atomically(target: Path, content: bytes) -> Path:
     # In the same folder, because a rename is atomic only within one file system.
     partial = target.with_name(f".{target.name}.{os.getpid()}.part")
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            partial.write_text(text, encoding="utf-8", newline="\n")
+            partial.write_bytes(content)
             os.replace(partial, target)
         finally:
             partial.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from iternorm.experiments.jobs.overview import State
 from iternorm.experiments.jobs.registry import Experiment
 from iternorm.experiments.jobs.results import Result
 from iternorm.experiments.jobs.stopwatch import duration
-from iternorm.report.files import write_text_atomically, writing
+from iternorm.report.files import write_figure_atomically, write_text_atomically
 
 _TITLE = "The paper's figures and tables, reproduced"
 _SUBTITLE = "Huang et al., Iterative Normalization, CVPR 2019"
@@ -60,9 +60,7 @@ def write(root: Path, folder: Path, experiments: Sequence[Experiment] | None = N
     for section in sections:
         for block in section.blocks:
             if isinstance(block, Drawing):
-                with writing(block.path):
-                    block.path.parent.mkdir(parents=True, exist_ok=True)
-                    block.figure.savefig(block.path, dpi=110)
+                write_figure_atomically(block.path, block.figure)
     subtitle = _SUBTITLE if experiments is None else ""
     return [
         write_text_atomically(folder / f"{name}.md", blocks.markdown(title, summary, sections, folder)),

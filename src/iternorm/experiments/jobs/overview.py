@@ -10,7 +10,7 @@ from iternorm.experiments.jobs.findings import Contrast
 from iternorm.experiments.jobs.mistakes import StudyError
 from iternorm.experiments.jobs.registry import Experiment, Plan
 from iternorm.experiments.jobs.results import Config, Result
-from iternorm.report.files import writing
+from iternorm.report.files import write_figure_atomically
 
 # Seeds beyond the default are looked for as long as each next one has results, and no further than this.
 _MOST_SEEDS = 100
@@ -135,8 +135,4 @@ def draw(experiment: Experiment, root: Path, *, smoke: bool = False, out: Path |
         )
     name = experiment.id + ("-smoke" if smoke else "")
     path = out if out is not None else root / experiment.id / f"{name}.png"
-    figure = experiment.plot(state.finished)
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-    return path, state
+    return write_figure_atomically(path, experiment.plot(state.finished)), state
