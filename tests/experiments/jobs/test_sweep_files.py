@@ -152,9 +152,11 @@ def test_a_disk_that_fills_up_is_told_once_and_ends_the_sweep(counting, tmp_path
     [
         (
             [{"value": float("nan")}],
-            "the row {'value': nan}: plain values, and None for what is not finite, are needed",
+            "the row {'value': nan}: plain values, and None for what is not finite, are needed; a run that diverged has "
+            '"diverged": True in its last row',
         ),
-        ([{"value": torch.ones(1)}], r"the row {'value': tensor\(\[1.\]\)}: plain values"),
+        ([{"value": torch.ones(1)}], r"the row {'value': tensor\(\[1.\]\)}: plain values.*are needed \("),
+        ([{"value": 1.0, 2: 3.0}], "the row {'value': 1.0, 2: 3.0}: names that are strings are needed"),
         ([1.0], "the row 1.0: a mapping of plain values is needed"),
         ({"value": 1.0}, "{'value': 1.0}: a list of rows"),
         (None, "None: a list of rows"),
@@ -178,6 +180,8 @@ def test_a_note_that_is_not_json_fails_its_job_alone(counting, tmp_path):
     counting.module.run = run
     failed, ran = swept(counting, tmp_path)
     assert (failed.what, ran.what) == ("failed", "ran")
+    told = "run() of counting notes {'note': tensor([1.])} in context.record: plain values are needed"
+    assert str(failed.error).startswith(told)
     assert not failed.path.exists()
 
 

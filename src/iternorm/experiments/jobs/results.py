@@ -112,12 +112,32 @@ def check_rows(rows: object, where: str) -> list[Row]:
     for row in found:
         if not isinstance(row, Mapping):
             raise ValueError(f"{where} returns the row {reprlib.repr(row)}: a mapping of plain values is needed")
+        if not all(isinstance(name, str) for name in row):
+            raise ValueError(f"{where} returns the row {row!r}: names that are strings are needed")
         try:
             json.dumps(row, allow_nan=False)
         except (TypeError, ValueError) as error:
             message = f"{where} returns the row {row!r}: plain values, and None for what is not finite, are needed"
-            raise ValueError(f"{message} ({error})") from error
+            # With None alone, the last finite value would be taken for the run's.
+            hint = '; a run that diverged has "diverged": True in its last row' if isinstance(error, ValueError) else ""
+            raise ValueError(f"{message}{hint} ({error})") from error
     return found
+
+
+def check_record(record: Mapping[str, Any], where: str) -> None:
+    """Refuse what cannot be kept of a job's notes.
+
+    Args:
+        record: What a job noted in its context.
+        where: Who noted it.
+
+    Raises:
+        ValueError: It holds what JSON cannot represent.
+    """
+    try:
+        json.dumps(record, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} notes {record!r} in context.record: plain values are needed ({error})") from error
 
 
 def _digest(config: Config) -> str:

@@ -249,7 +249,9 @@ def execute(experiment: Experiment, config: Config, context: Context, threads: i
                     made = experiment.module.run(copy.deepcopy(config), context)
                     # A generator runs here, too.
                     made = list(made) if isinstance(made, Iterator) else made
-                rows = results.check_rows(made, f"run() of {experiment.path or experiment.id}")
+                where = f"run() of {experiment.path or experiment.id}"
+                rows = results.check_rows(made, where)
+                results.check_record(context.record, where)
         except BaseException:
             ours = (stopwatch_file, _STUDY_FILE)
             if context.folder.exists() and all(path.name in ours for path in context.folder.iterdir()):
