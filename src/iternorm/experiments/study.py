@@ -2,6 +2,18 @@
 
 A study is a Python file with a function `jobs`, which gives configurations, and a function `run`, which trains one of
 them. It may have `plot`, `compare` and `claims`: `iternorm.experiments.jobs.registry` says what each takes and returns.
+
+A configuration is a mapping of plain values. ``job`` is its name, of letters, digits and ``_ . = -``; ``norm`` and
+``seed`` are what the functions below tell runs apart by. ``plan.smoke`` asks for a size of seconds, with configurations
+of its own, and ``plan.seeds`` for a number of seeds: options that `jobs` does not look at have no effect.
+
+A row is a mapping of plain values too, one for each epoch or one for the whole run. ``epoch``, ``train_error`` and
+``test_error`` (in percent) are what the default figure, `finals` and `compare_errors` read. None stands for what was
+not measured or is not finite. A run that diverged has ``"diverged": True`` in its last row: without that, its last
+finite value counts.
+
+A `run` that has a loop of its own, in place of `train`, calls ``context.step(done, total, loss=...)`` as it proceeds,
+and goes on from what it kept in ``context.folder``.
 """
 
 import dataclasses
