@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import tiny_experiment
 import torch
+from full_disk import files_end_at
 from typer.testing import CliRunner
 
 from iternorm import cli
@@ -329,24 +330,14 @@ def test_a_figure_that_cannot_be_written_is_named_with_a_remedy(invoke, tiny, tm
         assert "results/tiny/tiny.png cannot be written: Is a directory: make room" in words(result.stderr)
 
 
-@pytest.fixture
-def limited():
-    """Files end at 4 KiB, as on a disk that is full."""
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("verb", [("plot", "tiny"), ("report", "tiny", "--out", "docs")])
-def test_a_full_disk_does_not_cost_the_figure_that_is_there(invoke, tiny, tmp_path, verb, request):
+def test_a_full_disk_does_not_cost_the_figure_that_is_there(invoke, tiny, tmp_path, verb):
     invoke("run", "tiny", "--only", "dbn")
     invoke("plot", "tiny")
     path = tmp_path / "results" / "tiny" / "tiny.png"
     before = path.read_bytes()
-    request.getfixturevalue("limited")
-    result = invoke(*verb)
+    with files_end_at(4096):
+        result = invoke(*verb)
     assert result.exit_code == 2
     assert "results/tiny/tiny.png cannot be written: File too large: make room" in words(result.stderr)
     assert path.read_bytes() == before

@@ -70,12 +70,15 @@ def analyze(
 
         options: dict[str, Any] = {"layers": layer or None, "batch_sizes": sizes, "mode": mode, "seed": seed}
         result = analyze_model(model, batches, alternatives=others, forward=_in_its_dtype, progress=step, **options)
-    # Files first: they are what is left if nothing can be printed.
-    if json is not None:
-        result.to_json(json)
-    if html is not None:
-        result.to_html(html)
-    console.print(result.table(), highlight=False, soft_wrap=True, markup=False)
+    try:
+        # Files first: they are what is left if nothing can be printed.
+        if json is not None:
+            result.to_json(json)
+        if html is not None:
+            result.to_html(html)
+    finally:
+        # The table is what is left if the disk is full.
+        console.print(result.table(), highlight=False, soft_wrap=True, markup=False)
     for path in filter(None, (json, html)):
         tell_written(path)
 

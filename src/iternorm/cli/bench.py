@@ -59,16 +59,19 @@ def bench(
         else:
             task = progress.add_task("timing", total=benchmark.count_timings(rounds=rounds))
             result = benchmark.run(rounds=rounds, threads=threads, progress=lambda: progress.update(task, advance=1))
-    save(result)
-    if device == "cuda":
-        gpu = benchmark.gpu
-        written = (networks, gpu.network_lines), (sync, gpu.synchronized_lines), (roots, gpu.root_lines)
-        lines = next((lines_of for asked, lines_of in written if asked), gpu.lines)(result)
-        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-    else:
-        for case in result["cases"]:
-            console.print(benchmark.table(case))
-        for line in benchmark.notes(result):
-            console.print(line, highlight=False)
+    try:
+        save(result)
+    finally:
+        # The tables are what is left if the disk is full.
+        if device == "cuda":
+            gpu = benchmark.gpu
+            written = (networks, gpu.network_lines), (sync, gpu.synchronized_lines), (roots, gpu.root_lines)
+            lines = next((lines_of for asked, lines_of in written if asked), gpu.lines)(result)
+            console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+        else:
+            for case in result["cases"]:
+                console.print(benchmark.table(case))
+            for line in benchmark.notes(result):
+                console.print(line, highlight=False)
     if json is not None:
         tell_written(json)

@@ -31,6 +31,9 @@ def demo(
             progress.update(task, advance=1, description=description)
 
         results = experiment.run(epochs=epochs, seed=seed, num_seeds=seeds, progress=step)
-    page = demo_report.write(results, out)
-    console.print(demo_report.table(results))
+    try:
+        page = demo_report.write(results, out)
+    finally:
+        # The table is what is left if the disk is full.
+        console.print(demo_report.table(results))
     console.print(f"Report: {page}", highlight=False, soft_wrap=True)

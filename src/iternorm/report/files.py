@@ -41,8 +41,9 @@ def check_writable(path: str | os.PathLike[str]) -> None:
             folder = folder.parent
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is not a folder")
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        # On a full disk a file can be made, but nothing can be written to it.
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"\n")
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> Path:

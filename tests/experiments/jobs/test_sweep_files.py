@@ -152,8 +152,8 @@ def test_a_disk_that_fills_up_is_told_once_and_ends_the_sweep(counting, tmp_path
     [
         (
             [{"value": float("nan")}],
-            "the row {'value': nan}: plain values, and None for what is not finite, are needed; a run that diverged has "
-            '"diverged": True in its last row',
+            "the row {'value': nan}: plain values, and None for what is not finite, are needed; "
+            'a run that diverged has "diverged": True in its last row',
         ),
         ([{"value": torch.ones(1)}], r"the row {'value': tensor\(\[1.\]\)}: plain values.*are needed \("),
         ([{"value": 1.0, 2: 3.0}], "the row {'value': 1.0, 2: 3.0}: names that are strings are needed"),
