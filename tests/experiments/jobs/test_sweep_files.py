@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 
 import pytest
 import torch
@@ -134,17 +135,45 @@ def test_a_result_that_cannot_be_saved_names_its_path_and_loses_no_other(countin
     assert not locks.is_held(registry.lock_path(tmp_path, "counting", config))
 
 
+def test_a_result_that_cannot_be_saved_is_kept_among_temporary_files(counting, tmp_path, monkeypatch):
+    root, elsewhere = tmp_path / "results", tmp_path / "temporary"
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+
+    def run(config, context):
+        if config["job"] == "n1":
+            results.result_path(root, "counting", config).mkdir(parents=True)
+        return [{"value": 5.0}]
+
+    counting.module.run = run
+    failed, ran = swept(counting, root)
+    assert (failed.what, ran.what) == ("failed", "ran")
+    (kept,) = elsewhere.glob("*/*.json")
+    assert str(failed.error) == (
+        f"{failed.path} could not be saved: Is a directory: make room or change permissions there, and move {kept} "
+        "there, which is the result"
+    )
+    # Moved there it is a result like others.
+    failed.path.rmdir()
+    kept.rename(failed.path)
+    assert [outcome.what for outcome in swept(counting, root)] == ["finished before"] * 2
+
+
 def test_a_disk_that_fills_up_is_told_once_and_ends_the_sweep(counting, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     counting.module.jobs = lambda plan: [{"job": f"n{number}", "number": number} for number in range(5)]
     monkeypatch.setattr(os, "replace", full)
     outcomes = list(swept(counting, tmp_path))
-    # The errors name different files and have one cause.
+    # The errors name different files and have one cause. Temporary files have no room here either.
     assert [outcome.what for outcome in outcomes] == ["failed", "failed"]
     for outcome in outcomes:
         assert str(outcome.error).startswith(f"{outcome.path} could not be saved: No space left on device: make room")
+        assert str(outcome.error).endswith("run the job again; its checkpoint, where it writes any, is kept")
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 @pytest.mark.parametrize(

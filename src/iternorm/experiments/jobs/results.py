@@ -5,6 +5,8 @@ import json
 import math
 import re
 import reprlib
+import shutil
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +151,7 @@ def save(root: Path, result: Result) -> Path:
     """Write a result where its configuration says. The file holds all of it or does not change.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: It cannot be written. It then lies where temporary files do, if it can, and the error says so.
         ValueError: It holds values that JSON cannot represent, or that `load` would refuse.
     """
     path = result_path(root, result.experiment, result.config)
@@ -163,15 +165,31 @@ def save(root: Path, result: Result) -> Path:
         "provenance": result.provenance,
         "rows": result.rows,
     }
+    text = _readable(content) + "\n"
     try:
-        return write_text_atomically(path, _readable(content) + "\n")
+        return write_text_atomically(path, text)
     except OSError as error:
         # The system's own error, whose number tells whether two failures are alike.
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        elsewhere = _save_elsewhere(path.name, text)
+        remedy = "run the job again; its checkpoint, where it writes any, is kept"
+        if elsewhere is not None:
+            remedy = f"move {elsewhere} there, which is the result"
         raise OSError(
-            f"{path} could not be saved: {cause.strerror or cause}: make room or change permissions there, and run the "
-            "job again; its checkpoint, where it writes any, is kept"
+            f"{path} could not be saved: {cause.strerror or cause}: make room or change permissions there, and {remedy}"
         ) from cause
+
+
+def _save_elsewhere(name: str, text: str) -> Path | None:
+    """A result in a folder of its own where temporary files lie; None where it cannot be written there either."""
+    folder = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="iternorm-"))
+        return write_text_atomically(folder / name, text)
+    except OSError:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        return None
 
 
 def load(root: Path, experiment: str, config: Config) -> Result | None:
