@@ -29,6 +29,9 @@ def bare():
 def number():
     return 3
 
+def rgb():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+
 def half():
     return mlp().bfloat16()
 
@@ -104,6 +107,8 @@ def test_analyze_chosen_alternatives(invoke):
         (["nets.py:mlp", "--data", "digits", "--layer", "bn"], "'bn'; normalization layers of the model are: 2, 5"),
         (["nets.py:mlp", "--data", "digits", "--alternative", "LN"], "no operation is called 'LN'"),
         (["nets.py:mlp", "--data", "digits", "--mode", "test"], "mode is 'test'"),
+        (["nets.py:mlp", "--data", "digits", "--image-size", "0"], "image_size is 0, but 1 or more is needed"),
+        (["nets.py:rgb", "--data", "digits"], "does not take a batch of --data, (64, 1, 8, 8) in torch.float32: Given"),
     ],
 )
 def test_analyze_says_in_one_line_what_is_wrong(invoke, arguments, text):

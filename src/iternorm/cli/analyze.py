@@ -86,7 +86,15 @@ def analyze(
 def _in_its_dtype(model: Any, batch: Any) -> Any:
     """The model's output for a batch of fp32, or of integers, which stay as they are."""
     dtypes = (parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point)
-    return model(batch.to(next(dtypes, batch.dtype)) if batch.is_floating_point() else batch)
+    given = batch.to(next(dtypes, batch.dtype)) if batch.is_floating_point() else batch
+    try:
+        return model(given)
+    except RuntimeError as error:
+        # Above all another number of channels, or images where vectors are needed.
+        raise ValueError(
+            f"MODEL_FACTORY: the model does not take a batch of --data, {tuple(given.shape)} in {given.dtype}: "
+            f"{str(error).partition(chr(10))[0]} (ITERNORM_TRACEBACK=1 shows all)"
+        ) from error
 
 
 def _batch_sizes(text: str) -> tuple[int, ...]:

@@ -275,6 +275,7 @@ def folder_of(root, layout):
         ({"val/a": ["0.jpg"]}, r"pictures has no folder train/, but val"),
         ({"dogs": ["0.jpg"], "cats": []}, r"pictures has no folder train/, but cats, dogs"),
         ({"train/a": ["0.jpg"], "val": ["0.jpg", "1.jpg"]}, r"val has no class folders, but 2 images: sort the images"),
+        ({"train/a": ["0.jpg"], "val": []}, r"val has no class folders, but no images: sort the images"),
         (
             {"train/a": ["0.jpg"], "train/b": ["0.jpg"], "val/b": ["0.jpg"], "val/c": ["0.jpg"]},
             r"classes of .*pictures differ: a only in train/; c only in val/",

@@ -176,7 +176,7 @@ def _classes(folder: Path, split: str) -> list[str]:
         found = list(entries)
     classes = sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith("."))
     if not classes:
-        images = sum(_is_image(entry.name) for entry in found)
+        images = sum(_is_image(entry.name) for entry in found) or "no"
         raise ValueError(
             f"{folder / split} has no class folders, but {images} images: sort the images into {split}/CLASS/*.JPEG"
         )

@@ -169,6 +169,8 @@ def open_batches(
         raise ValueError(f"batch_size is {batch_size}, but 1 or more is needed")
     if max_examples is not None and max_examples < 1:
         raise ValueError(f"max_examples is {max_examples}, but 1 or more is needed")
+    if image_size is not None and image_size < 1:
+        raise ValueError(f"image_size is {image_size}, but 1 or more is needed")
     path = Path(source)
     if source in data.DATA_SETS:
         count, fetch = _from_tensor(data.load(source).images)
