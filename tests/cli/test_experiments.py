@@ -243,7 +243,7 @@ def test_the_data_folder_decides_which_jobs_the_small_size_has(invoke, tiny, mon
     assert "none of 1 results" in invoke("plot", "tiny", "--smoke").stderr
 
 
-@pytest.mark.parametrize("verb", [("ls",), ("plot", "tiny")])
+@pytest.mark.parametrize("verb", [("ls",), ("plot", "tiny"), ("report", "tiny")])
 def test_a_results_file_that_cannot_be_used_is_named(invoke, tiny, verb):
     invoke("run", "tiny")
     path = results.result_path(Path("results"), "tiny", tiny.jobs()[0])
@@ -387,6 +387,7 @@ def test_report_writes_two_files_and_the_figures(invoke, tiny, tmp_path):
         (["report", "--results", "reslts"], "--results reslts is no folder: `iternorm run` makes it"),
         (["run", "fig4", "--only", "zz"], "--only 'zz' selects no job: the names are d2, d4"),
         (["run", "fig4", "--seeds", "0"], "seeds=0 runs nothing"),
+        (["run", "fig4", "--gpus-per-job", "0.25"], "--gpus-per-job 0.25 is for --ray: add it, or start several such"),
         (["run", "fig4", "--device", "tpu"], "device='tpu' is not known here"),
     ],
 )

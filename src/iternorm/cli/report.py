@@ -32,4 +32,5 @@ def report(
     for path in reproduction.write(results, out, chosen):
         tell_written(path)
     for experiment in chosen or ():
-        warn(overview.survey(experiment, results).notes)
+        state = overview.survey(experiment, results)
+        warn(state.unusable + state.notes)

@@ -44,13 +44,17 @@ def run(
         str | None,
         typer.Option(metavar="[ADDRESS]", help="Run the jobs on the Ray cluster there, or on a Ray of this machine."),
     ] = None,
-    gpus_per_job: Annotated[float, typer.Option(help="With --ray on cuda: the share of a GPU that a job gets.")] = 1.0,
+    gpus_per_job: Annotated[
+        float | None, typer.Option(help="With --ray on cuda: the share of a GPU that a job gets; 1 unless given.")
+    ] = None,
     results: Results = Path("results"),
 ) -> None:
     """Run the unfinished jobs of experiments and keep the results; several such commands may run side by side."""
     from iternorm.experiments.jobs import console as screen
     from iternorm.experiments.jobs import registry, sweep
 
+    if gpus_per_job is not None and ray is None:
+        raise ValueError(f"--gpus-per-job {gpus_per_job:g} is for --ray: add it, or start several such commands")
     chosen, plan = registry.get_all(experiments), registry.Plan(smoke, device, seeds)
     # Tensors of the small size are so small that threads only wait for each other: all of it took half a minute of
     # processor time with one, and nine minutes with two on a machine that others used too.
@@ -72,9 +76,8 @@ def run(
             from iternorm.experiments.jobs import ray_sweep
 
             address = None if ray == "local" else ray
-            outcomes = ray_sweep.run(
-                jobs, results, options, address=address, gpus_per_job=gpus_per_job, progress=bars.step
-            )
+            share = 1.0 if gpus_per_job is None else gpus_per_job
+            outcomes = ray_sweep.run(jobs, results, options, address=address, gpus_per_job=share, progress=bars.step)
         else:
             outcomes = sweep.run(jobs, results, options, progress=bars.step)
         try:

@@ -1,5 +1,6 @@
 """A sweep on a local Ray of two workers, in a process of its own; Ray takes seconds to start."""
 
+import socket
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -53,6 +54,17 @@ def test_ray_under_torchrun_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="use one of them"):
         next(ray_sweep.run([], tmp_path))
+
+
+@with_ray
+@pytest.mark.parametrize("prefix", ["", "ray://"])
+def test_an_address_where_nothing_listens_is_named_at_once(tmp_path, prefix):
+    with socket.socket() as taken:
+        # Bound and not listening: nobody else can be there.
+        taken.bind(("127.0.0.1", 0))
+        address = f"{prefix}127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match=rf"^there is no Ray at {address} \(.*refused\): name the address"):
+            next(ray_sweep.run([], tmp_path, address=address))
 
 
 def test_a_result_that_the_driver_cannot_save_loses_no_other(tmp_path):

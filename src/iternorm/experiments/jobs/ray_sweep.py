@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from iternorm.experiments.jobs.sweep import Job, Options, Outcome, Progress, Tak
 
 # A worker tells how far it is this often, and the driver looks as often.
 _PERIOD_SECONDS = 0.5
+# For a connection to a cluster.
+_PATIENCE_SECONDS = 10.0
 
 
 class _Board:
@@ -69,6 +72,8 @@ def run(
         raise ValueError(f"gpus_per_job={gpus_per_job} gives a job no GPU: use a positive share, such as 0.25")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("Ray and torchrun each start the processes: use one of them")
+    if address is not None:
+        _check_address(address)
     started = not ray.is_initialized()
     if started:
         ray.init(
@@ -82,6 +87,21 @@ def run(
     finally:
         if started:
             ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Fail in seconds where nothing listens: Ray itself tries for minutes, in lines of its own log."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    # The others are found by Ray: ``auto`` and names of its own.
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(
+            f"there is no Ray at {address} ({error}): name the address that `ray start --head` gave, or none for a Ray "
+            "of this machine"
+        ) from error
 
 
 def _run(
