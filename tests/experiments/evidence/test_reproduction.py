@@ -178,6 +178,18 @@ def test_sections_have_ids_and_titles_and_lead_back(tiny, tmp_path):
     assert '<a href="#summary">' in page
 
 
+def test_a_study_without_claims_has_no_summary_to_lead_back_to():
+    page = blocks.page("Mine", "", [], [blocks.Section("mine", "Mine", ["Nothing."])])
+    assert "<h2>mine: Mine</h2>" in page
+    assert "ummary" not in page
+
+
+def test_a_figure_in_a_folder_with_a_space_is_shown(tiny, tmp_path):
+    save(tmp_path / "my results", tiny, 1)
+    text, _ = written(tmp_path / "my results", tmp_path / "docs")
+    assert "![Tiny: nothing](../my%20results/tiny/tiny.png)" in text
+
+
 def test_how_a_result_was_made_is_told_where_it_is_known(tiny, tmp_path):
     made = {**MADE, "processes": 2, "precision": "bf16", "compile": True}
     made["data"] = {

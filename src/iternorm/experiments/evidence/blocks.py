@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from iternorm.experiments.jobs.findings import Verdict
 from iternorm.report.html import figure_svg, html_page, html_table
@@ -116,7 +117,7 @@ def markdown(title: str, summary: Sequence[Block], sections: Sequence[Section], 
 
     def rendered(block: Block) -> str:
         if isinstance(block, Drawing):
-            return f"![{block.label}]({Path(os.path.relpath(block.path, folder)).as_posix()})"
+            return f"![{block.label}]({quote(Path(os.path.relpath(block.path, folder)).as_posix())})"
         if isinstance(block, Command):
             return f"```sh\n{block.text}\n```"
         return markdown_table(block) if isinstance(block, Table) else block
@@ -153,10 +154,13 @@ def page(title: str, subtitle: str, summary: Sequence[Block], sections: Sequence
             return _with_widths(html_table(block.columns, block.rows), block)
         return f"<p>{html_text(block)}</p>"
 
-    top = '<p><a href="#summary">back to the summary</a></p>'
-    parts = [("Summary", '<span id="summary"></span>\n' + "\n".join(map(rendered, summary)))]
+    parts, top = [], []
+    # One study without claims has nothing to sum up.
+    if summary:
+        parts.append(("Summary", '<span id="summary"></span>\n' + "\n".join(map(rendered, summary))))
+        top.append('<p><a href="#summary">back to the summary</a></p>')
     for section in sections:
-        content = [f'<span id="{section.id}"></span>', *map(rendered, section.blocks), top]
+        content = [f'<span id="{section.id}"></span>', *map(rendered, section.blocks), *top]
         parts.append((f"{section.id}: {section.title}", "\n".join(content)))
     return html_page(title, parts, subtitle=subtitle, style=_STYLE)
 
