@@ -68,6 +68,19 @@ def test_fp32_maps_survive_a_large_mean(generator):
     torch.testing.assert_close(single.shift.double(), exact.shift, rtol=1e-4, atol=1e-5)
 
 
+def test_maps_do_not_change_where_the_data_are_far_from_zero(generator):
+    far = torch.randn(64, 6, generator=generator, dtype=torch.float64) + 1e8
+    maps = []
+    for data in (far, far - 1e8):
+        pool = StatisticsPool(4, 50, [None], seed=0)
+        pool.add(data)
+        maps += next(pool.fits(iter_norm(5), torch.arange(12).view(3, 4), torch.float64, 2**20))
+    # The means of far data have 1e-8 left of a deviation.
+    torch.testing.assert_close(maps[0].linear, maps[1].linear, rtol=0, atol=1e-6)
+    torch.testing.assert_close(maps[0].shift, maps[1].shift, rtol=0, atol=1e-6)
+    torch.testing.assert_close(pool.center, far.mean(0) - 1e8, rtol=0, atol=1e-6)
+
+
 def test_a_batch_holds_different_groups_and_all_are_used(generator):
     pool = StatisticsPool(2, 6, [1], seed=0)
     pool.add(torch.randn(12, 2, generator=generator))

@@ -63,7 +63,8 @@ class StatisticsPool:
     """Sums of mini-groups of examples over all their positions, from which the statistics of batches are assembled.
 
     A batch of B examples is B / `examples` mini-groups. Mini-groups are formed in the order of the stream, and a
-    uniform sample of them is kept (algorithm R). Sums are fp64: their differences are covariances.
+    uniform sample of them is kept (algorithm R). Sums are fp64 and about the mean of the first examples: their
+    differences are covariances, and those of a large mean would have few common digits.
 
     Args:
         examples: Examples in a mini-group.
@@ -78,6 +79,8 @@ class StatisticsPool:
         self.size = size
         self.seen = 0
         self._group_sizes = tuple(group_sizes)
+        # [C, 1]: subtracted from all samples
+        self._origin: Tensor | None = None
         self._kept: Sums | None = None
         self._unfinished: Sums | None = None
         self._unfinished_examples = 0
@@ -121,6 +124,12 @@ class StatisticsPool:
     @property
     def center(self) -> Tensor:
         """The mean ``[C]`` of all that is kept."""
+        assert self._origin is not None
+        return self._origin.squeeze(1) + self._offset
+
+    @property
+    def _offset(self) -> Tensor:
+        """The mean ``[C]`` of all that is kept, less the origin."""
         assert self._kept is not None
         return self._kept.first.sum(0) / self._kept.count.sum()
 
@@ -136,7 +145,7 @@ class StatisticsPool:
         num_channels = first.shape[1]
         parts = groups.parts(num_channels, operation.group_size)
         second = self._blocks(operation.group_size)
-        center = self.center
+        offset = self._offset
         # As in `Whitening.fit`, a decomposition is fed with fp64.
         working = dtype if operation.solver == "newton" else torch.float64
         # Sums, covariance, whitening matrix and their temporaries, in fp64.
@@ -152,7 +161,7 @@ class StatisticsPool:
                 moment = (chosen @ block.flatten(1) / total).unflatten(1, block.shape[1:])
                 middle = mean[:, part.channels].unflatten(1, (part.count, part.size))
                 covariances.append((moment - middle[..., :, None] * middle[..., None, :]).to(working))
-            maps = operation.maps((mean - center).to(working), covariances)
+            maps = operation.maps((mean - offset).to(working), covariances)
             yield [AffineMaps(block.linear.to(dtype), block.shift.to(dtype)) for block in maps]
 
     def _sums(self, x: Tensor) -> Sums:
@@ -160,6 +169,9 @@ class StatisticsPool:
         rows = (
             torch.empty(by_channel.shape, dtype=torch.float64, device=x.device).copy_(by_channel).flatten(1)
         )  # [C, m]
+        if self._origin is None:
+            self._origin = rows.mean(1, keepdim=True)
+        rows -= self._origin
         second = {}
         for size in _block_sizes(self._group_sizes, len(rows)):
             blocks = [rows[p.channels].unflatten(0, (p.count, p.size)) for p in groups.parts(len(rows), size)]
