@@ -75,8 +75,15 @@ class BatchNormRelu(nn.BatchNorm2d):
         return super().forward(input).relu()
 
 
+def batch_norm_and_a_hook(channels):
+    """Another one: what the next layer gets is what the hook returns."""
+    layer = nn.BatchNorm2d(channels)
+    layer.register_forward_hook(lambda module, args, output: output.relu())
+    return layer
+
+
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("kind", [nn.BatchNorm2d, BatchNormRelu])
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, BatchNormRelu, batch_norm_and_a_hook])
 def test_output_of_batch_norm_is_what_it_gives(kind, mode):
     torch.manual_seed(0)
     convolution, norm = nn.Conv2d(3, 5, 1), kind(5)

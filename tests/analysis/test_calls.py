@@ -9,6 +9,7 @@ import torch
 from analyzed import images, network
 from torch import nn
 
+import iternorm
 from iternorm.analysis import analyze, batch_norm
 
 
@@ -140,6 +141,21 @@ class TestBadInput:
         with pytest.raises(ValueError, match="alternatives holds 'BN' more than once"):
             analyze(network(), images(), batch_sizes=(4,), alternatives=[batch_norm(), batch_norm(1e-3)])
 
+    def test_an_alternative_that_is_a_label(self):
+        with pytest.raises(TypeError, match=r"alternatives holds 'BN', but operations are needed, such as iter_norm"):
+            analyze(network(), images(), alternatives=["BN"])  # pyright: ignore[reportArgumentType]
+
+    def test_lazy_layers_without_statistics_are_named(self):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.LazyBatchNorm2d(), iternorm.LazyIterNorm2d())
+        with pytest.raises(ValueError, match="the model has uninitialized layers: 1, 2; run it on a batch first"):
+            analyze(model, images(), batch_sizes=())
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+    def test_torchscript_is_refused_by_name(self):
+        model = torch.jit.script(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+        with pytest.raises(ValueError, match=r"model is a TorchScript module.*analyze the one that it was made from"):
+            analyze(model, images(), batch_sizes=())
+
     def test_unknown_mode(self):
         with pytest.raises(ValueError, match="mode is 'test'"):
             analyze(network(), images(), mode="test")  # pyright: ignore[reportArgumentType]
@@ -164,6 +180,22 @@ class TestBadInput:
 def test_forms_of_a_batch(wrap):
     layers = analyze(network(), [wrap(x) for x in images()], batch_sizes=()).layers
     assert layers[0].num_examples == 32
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_compiled_model_that_has_run_gives_what_the_model_gives(mode):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    expected = analyze(model, images(), batch_sizes=(4,), mode=mode)
+    compiled = torch.compile(model.train(mode == "train"), backend="eager")
+    assert isinstance(compiled, nn.Module)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    # The code of this run knows of no hooks.
+    with torch.no_grad():
+        compiled(images()[0])
+    model.load_state_dict(state)
+    assert analyze(compiled, images(), batch_sizes=(4,), mode=mode).layers[0].noise == expected.layers[0].noise
+    model.compile(backend="eager")
+    assert analyze(model, images(), batch_sizes=(4,), mode=mode).layers == expected.layers
 
 
 def test_half_precision_model():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from iternorm.analysis.layer import summarize_layer
 from iternorm.analysis.operations import Whitening, batch_norm, decorrelated_batch_norm, iter_norm, operation_of
 from iternorm.analysis.pools import SamplePool, StatisticsPool, statistics_bytes
-from iternorm.analysis.probes import LayerProbe, find_layers, hooked, num_channels, preserved
+from iternorm.analysis.probes import LayerProbe, find_layers, hooked, num_channels, preserved, uncompiled
 from iternorm.analysis.summary import ModelAnalysis
 
 ALTERNATIVES = (
@@ -60,6 +60,7 @@ def analyze(
         batches: Tensors, tuples or lists whose first entry is the input, or mappings of keyword arguments. They are
             moved to the model's device.
         layers: Names of the modules to analyze (as in ``model.named_modules()``); None is every normalization layer.
+            Channels are dimension 1 of an input, and for LayerNorm and RMSNorm the first of those they normalize over.
         batch_sizes: Batch sizes, in examples, to estimate SND for; empty for none.
         alternatives: Operations to compare each layer with. None is BN, DBN with groups of 16 and IterNorm with T = 3,
             5 and 7 and groups of 64 where `batch_sizes` is not empty, and nothing where it is.
@@ -75,9 +76,10 @@ def analyze(
         progress: Called as ``progress(stage, done, total)`` after each batch (total None) and each layer.
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, or an alternative not an operation.
         ValueError: No normalization layer, an unknown name, no batches, a batch of one example in train mode, fewer
-            examples than a batch size, two alternatives of one label, NaN or Inf in the input of a layer (named).
+            examples than a batch size, two alternatives of one label, NaN or Inf in the input of a layer (named), a
+            lazy layer without statistics (named), a TorchScript module.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
@@ -98,6 +100,11 @@ def analyze(
             raise ValueError(f"batch_sizes holds {size}, but a batch needs 2 or more examples to have a variance")
     if alternatives is None:
         alternatives = ALTERNATIVES if batch_sizes else ()
+    for operation in alternatives:
+        if not isinstance(operation, Whitening):
+            raise TypeError(
+                f"alternatives holds {operation!r}, but operations are needed, such as iter_norm(num_iters=5)"
+            )
     labels = [operation.label for operation in alternatives]
     for label in labels:
         if labels.count(label) > 1:
@@ -162,7 +169,7 @@ def _stream(
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     uses_batch = mode == "train" and any(probe.operation is not None for probe in probes.values())
     index = -1
-    with preserved(model), torch.no_grad():
+    with preserved(model), torch.no_grad(), uncompiled():
         model.train(mode == "train")
         for index, batch in enumerate(batches):
             batch = _to(batch, device)

@@ -4,10 +4,12 @@ import numbers
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from iternorm.analysis.conditioning import Moments, merge_moments, samples_by_channels, update_moments
 from iternorm.analysis.operations import operation_of
@@ -17,7 +19,7 @@ from iternorm.layers.per_sample import PerSampleWhitening
 
 # Layers that normalize each example on its own: the batch adds no noise.
 PER_EXAMPLE = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, PerSampleWhitening)
-# Layers whose output is known to be a scale and a shift of each channel; a subclass may add an activation.
+# Layers whose output is known to be a scale and a shift of each channel; a subclass or a hook may add an activation.
 CHANNELWISE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMALIZATIONS = (nn.modules.batchnorm._BatchNorm, *PER_EXAMPLE)
 
@@ -52,6 +54,8 @@ class LayerProbe:
         self.before: Moments | None = None
         self.after: Moments | None = None
         self.running = _running_statistics(layer)
+        changed = bool(layer._forward_hooks) or "forward" in vars(layer)
+        self._channelwise = type(layer) in CHANNELWISE and not changed
         self._random = random.Random(seed)
         # The shape of an example's positions, and the slices of it that are measured.
         self._grid: tuple[torch.Size, tuple[slice, ...]] = (torch.Size(), ())
@@ -65,7 +69,7 @@ class LayerProbe:
         self.num_positions = x[0, 0].numel()
         self._grid = x.shape[2:], self._choose_grid(x.shape[2:])
         rows = self._rows(x)
-        if type(self.layer) in CHANNELWISE:
+        if self._channelwise:
             self._last = rows, update_moments(None, rows)
             self.before = merge_moments(self.before, self._last[1])
         else:
@@ -143,11 +147,19 @@ def find_layers(model: nn.Module, names: Iterable[str] | None) -> Mapping[str, n
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: A name is not one of the model's, or the model has no normalization layer.
+        ValueError: A name is not one of the model's, the model has no normalization layer, a lazy one without
+            statistics, or is TorchScript.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, but a torch.nn.Module is needed")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            "model is a TorchScript module, which does not call hooks: analyze the one that it was made from"
+        )
     modules = dict(model.named_modules())
+    lazy = [name or "(model)" for name, module in modules.items() if any(map(is_lazy, module.buffers(recurse=False)))]
+    if lazy:
+        raise ValueError(f"the model has uninitialized layers: {', '.join(lazy)}; run it on a batch first")
     if names is None:
         found = {name: module for name, module in modules.items() if isinstance(module, NORMALIZATIONS)}
         if not found:
@@ -201,6 +213,12 @@ def preserved(model: nn.Module) -> Iterator[None]:
                     module._buffers[name] = buffer
             for module, training in modes:
                 module.training = training
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run what `torch.compile` has compiled as it was written: compiled code does not see hooks added later."""
+    # If nothing has imported the compiler, which takes a second, nothing is compiled.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
