@@ -151,6 +151,18 @@ def test_an_infinite_condition_number_is_drawn_and_explained(flat):
     assert sum("∞" in (e.text or "") for e in plot.iter() if e.tag.endswith("title")) == 2
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+def test_notes_with_long_names_stay_on_a_narrow_page(tmp_path):
+    model = deep(1)
+    # A channel without variance: a note names the layer.
+    model.get_parameter("backbone.a_stage_of_blocks.0.weight").data[0] = 0
+    name = "a_module_with_a_name_that_is_longer_than_a_phone_is_wide"
+    wrapped = nn.Sequential(OrderedDict({name: model}))
+    result = analyze(wrapped, [torch.randn(40, 12, generator=torch.Generator().manual_seed(0))], batch_sizes=())
+    assert name in "".join(result.notes())
+    assert measured_in_a_browser(result, tmp_path, 420)["overflow"] == 0
+
+
 def test_infinity_is_not_explained_where_there_is_none():
     found = analyze(nn.Sequential(nn.BatchNorm1d(3)), [torch.randn(40, 3)], batch_sizes=())
     assert not any("infinite" in note for note in found.notes())
@@ -167,13 +179,17 @@ def test_names_are_escaped():
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
 @pytest.mark.parametrize("width", [1400, 420])
 def test_page_in_a_browser(hundred, tmp_path, width):
+    measured = measured_in_a_browser(hundred, tmp_path, width)
+    assert measured == {"details": 100, "plots": 204, "images": 200, "overflow": 0, "cramped": [], "title": 0}
+
+
+def measured_in_a_browser(analysis, tmp_path, width):
     path = tmp_path / "page.html"
-    path.write_text(hundred.to_html().replace("</body>", MEASURE + "</body>"), encoding="utf-8")
+    path.write_text(analysis.to_html().replace("</body>", MEASURE + "</body>"), encoding="utf-8")
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command += [f"--window-size={width},1000", "--dump-dom", path.as_uri()]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    measured = json.loads(unescape(re.search(r"<title>(.*?)</title>", finished.stdout, re.DOTALL)[1]))
-    assert measured == {"details": 100, "plots": 204, "images": 200, "overflow": 0, "cramped": [], "title": 0}
+    return json.loads(unescape(re.search(r"<title>(.*?)</title>", finished.stdout, re.DOTALL)[1]))
 
 
 class TestPlots:
@@ -206,6 +222,17 @@ class TestPlots:
 
     def test_nothing_to_draw_is_said(self):
         assert "nothing to draw" in line_svg({"a": [(1, float("nan"))]}, title="t", x_label="", y_label="")
+
+    @pytest.mark.parametrize("log", [False, True])
+    def test_error_bars_stay_within_the_axes(self, log):
+        # The last estimate has no place on a logarithmic axis.
+        points, errors = [(8, 0.3), (32, 0.2), (64, 0.0)], [0.1, 0.15, 0.01]
+        arguments = {"title": "t", "x_label": "", "y_label": "", "y_log": log}
+        svg = line_svg({"a": points}, errors={"a": errors}, **arguments)
+        bars = re.findall(r'<path d="M[\d.]+ ([-\d.]+)V([-\d.]+)" stroke="#0072b2"/>', svg)
+        assert len(bars) == (2 if log else 3)
+        top, bottom = 55, 216
+        assert all(top <= float(end) <= bottom for bar in bars for end in bar)
 
     @pytest.mark.parametrize(("low", "high"), [(0, 0), (5, 5), (0.001, 0.0011), (-3, 70000), (1e-9, 1e9)])
     @pytest.mark.parametrize("log", [False, True])

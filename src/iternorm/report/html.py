@@ -38,6 +38,7 @@ th, td { padding: 0.45rem 1rem 0.45rem 0; border-bottom: 1px solid var(--rule); 
 thead th { border-bottom: 2px solid var(--ink); vertical-align: bottom; }
 th.number, td.number { text-align: right; }
 td.number { white-space: nowrap; }
+li { overflow-wrap: anywhere; }
 tbody tr:hover { background: var(--tint); }
 figure { margin: 1.25rem 0; }
 figcaption { max-width: 46rem; margin-top: 0.25rem; color: var(--soft); font-size: 0.93rem; }

@@ -62,6 +62,15 @@ def line_svg(
     }
     xs = [x for name, points in kept.items() for x in (*(x for x, _ in points), *infinite[name])]
     ys = [y for points in kept.values() for _, y in points]
+    bars = {
+        name: [
+            (x, y - half, y + half)
+            for (x, y), half in zip(series[name], halves, strict=False)
+            if _drawable(x, x_log) and _drawable(y - half, y_log) and _drawable(y + half, y_log)
+        ]
+        for name, halves in (errors or {}).items()
+    }
+    ys += [end for drawn in bars.values() for _, *ends in drawn for end in ends]
     if not xs:
         return f'<p class="empty">{escape(title)}: nothing to draw.</p>'
     legend = [name for name in kept if kept[name] or infinite[name]]
@@ -125,11 +134,9 @@ def line_svg(
         if dotted := above + (points if markers or len(points) == 1 else []):
             dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in dotted)
             parts.append(f'<path d="{dots}" stroke="{color}" stroke-width="5" stroke-linecap="round"/>')
-        for (x, y), half in zip(series[name], (errors or {}).get(name, ()), strict=False):
-            low, high = y - half, y + half
-            if _drawable(low, y_log) and _drawable(high, y_log) and _drawable(x, x_log):
-                bar = f"M{x_scale(x):.1f} {y_scale(low):.1f}V{y_scale(high):.1f}"
-                parts.append(f'<path d="{bar}" stroke="{color}"/>')
+        for x, low, high in bars.get(name, ()):
+            bar = f"M{x_scale(x):.1f} {y_scale(low):.1f}V{y_scale(high):.1f}"
+            parts.append(f'<path d="{bar}" stroke="{color}"/>')
         if x_names is not None:
             places = [*zip(kept[name], points, strict=True)]
             places += [((x, math.inf), place) for x, place in zip(infinite[name], above, strict=True)]
