@@ -38,6 +38,14 @@ def half():
 def double():
     return mlp().double()
 
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(1)
+
+    def forward(self, image, condition):
+        return self.norm(image) + condition
+
 instance = mlp()
 
 def work():
@@ -109,6 +117,7 @@ def test_analyze_chosen_alternatives(invoke):
         (["nets.py:mlp", "--data", "digits", "--mode", "test"], "mode is 'test'"),
         (["nets.py:mlp", "--data", "digits", "--image-size", "0"], "image_size is 0, but 1 or more is needed"),
         (["nets.py:rgb", "--data", "digits"], "does not take a batch of --data, (64, 1, 8, 8) in torch.float32: Given"),
+        (["nets.py:Pair", "--data", "digits"], "in torch.float32: Pair.forward() missing 1 required positional"),
     ],
 )
 def test_analyze_says_in_one_line_what_is_wrong(invoke, arguments, text):
@@ -129,6 +138,10 @@ def test_analyze_takes_a_model_in_place_of_a_function(invoke):
     ("arguments", "message"),
     [
         (["--device", "tpu"], "error: device='tpu' is not known to torch: use 'cpu' or 'cuda'\n"),
+        (
+            ["--json", "a.out", "--html", "./a.out"],
+            "error: a.out is named twice, but each output needs a file of its own",
+        ),
         (["--html", "nets.py/a.html"], "error: nets.py/a.html cannot be written: nets.py is not a folder: "),
         (["--json", "nets.py/x/a.json"], "error: nets.py/x/a.json cannot be written: nets.py is not a folder: "),
     ],

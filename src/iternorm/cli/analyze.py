@@ -89,8 +89,8 @@ def _in_its_dtype(model: Any, batch: Any) -> Any:
     given = batch.to(next(dtypes, batch.dtype)) if batch.is_floating_point() else batch
     try:
         return model(given)
-    except RuntimeError as error:
-        # Above all another number of channels, or images where vectors are needed.
+    except (RuntimeError, TypeError) as error:
+        # Above all another number of channels, images where vectors are needed, or a model of several inputs.
         raise ValueError(
             f"MODEL_FACTORY: the model does not take a batch of --data, {tuple(given.shape)} in {given.dtype}: "
             f"{str(error).partition(chr(10))[0]} (ITERNORM_TRACEBACK=1 shows all)"

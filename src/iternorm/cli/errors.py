@@ -55,9 +55,13 @@ def require(*packages: str) -> None:
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Fail before the work, not after it, where a file cannot be written."""
+    """Fail before the work, not after it, where a file cannot be written, or two outputs have one file."""
     from iternorm.report.files import check_writable
 
+    seen = set()
     for path in paths:
         if path is not None:
+            if path.resolve() in seen:
+                raise ValueError(f"{path} is named twice, but each output needs a file of its own")
+            seen.add(path.resolve())
             check_writable(path)

@@ -270,6 +270,11 @@ def cut(path):
         (lambda path: (path / "cut.pt").write_bytes(b"PK\x03\x04") and path / "cut.pt", r"cut.pt cannot be read"),
         (lambda path: cut(save_pt(path / "half", np.zeros((300, 64), np.float32))), r"half.pt cannot be read"),
         (lambda path: (path / "text.pt").write_text("x") and path / "text.pt", r"text.pt is no file of torch.save"),
+        # What torch.load raises depends on the first bytes: a KeyError, an IndexError, a struct.error.
+        *[
+            (lambda path, text=text: (path / "text.pt").write_text(text) and path / "text.pt", r"text.pt is no file of")
+            for text in ("hi", "a,b", "M")
+        ],
         (lambda path: (path / "cut.npy").write_bytes(b"\x93NUMPY") and path / "cut.npy", r"cut.npy cannot be read"),
     ],
 )

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import pickle
+import struct
 import sys
 import uuid
 import zipfile
@@ -204,7 +205,8 @@ def _read_tensor(path: Path) -> Tensor:
         raise ValueError(f"{path}: data is read from .npy, .npz and .pt files and from folders of images")
     try:
         values = _read_numpy(path) if suffix in (".npy", ".npz") else _read_torch(path)
-    except pickle.UnpicklingError as error:
+    # The last two are what torch's reader raises for some bytes that are no pickle.
+    except (pickle.UnpicklingError, LookupError, struct.error) as error:
         raise ValueError(
             f"{path} is no file of torch.save, or holds more than plain tensors, which is not loaded: save the tensor "
             "alone"
