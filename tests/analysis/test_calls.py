@@ -133,6 +133,17 @@ class TestBadInput:
             analyze(model, [batch], batch_sizes=())
         assert raised.value.__cause__ is not None
 
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_an_output_that_is_not_finite_is_named_with_its_layer(self, value):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU())
+        model.get_parameter("1.weight").data[1] = value
+        with pytest.raises(ValueError, match="the output of layer '1' holds NaN, Inf or values whose squares"):
+            analyze(model, [torch.randn(8, 3)], batch_sizes=())
+
+    def test_an_input_whose_variance_overflows_is_named_with_its_layer(self):
+        with pytest.raises(ValueError, match="the input of layer '0' holds NaN, Inf or values whose squares are too"):
+            analyze(nn.Sequential(nn.BatchNorm1d(3)), [torch.randn(8, 3) * 1e20], batch_sizes=(4,))
+
     def test_one_draw(self):
         with pytest.raises(ValueError, match="draws is 1"):
             analyze(network(), images(), draws=1)

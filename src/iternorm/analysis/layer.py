@@ -33,7 +33,10 @@ def summarize_layer(
     """All values of a layer that was reached."""
     assert probe.before is not None
     assert probe.after is not None
-    covariance = probe.before.covariance
+    covariance, output_covariance = probe.before.covariance, probe.after.covariance
+    for side, measured in (("input", covariance), ("output", output_covariance)):
+        if not measured.isfinite().all():
+            raise ValueError(f"the {side} of layer {probe.name!r} holds NaN, Inf or values whose squares are too large")
     noise, own_noise = [], {}
     if probe.pools is not None:
         statistics, pool = probe.pools
@@ -61,7 +64,7 @@ def summarize_layer(
         num_examples=probe.num_examples,
         num_positions=probe.num_positions,
         before=_side(covariance),
-        after=_side(probe.after.covariance),
+        after=_side(output_covariance),
         noise=[NoiseEstimate(own_label, size, *value) for size, value in own_noise.items()],
         noise_pool=0 if probe.pools is None else probe.pools[0].num_examples,
         alternatives=[_alternative(operation, covariance, noise) for operation in alternatives],

@@ -78,8 +78,8 @@ def analyze(
     Raises:
         TypeError: `model` is not a module, or an alternative not an operation.
         ValueError: No normalization layer, an unknown name, no batches, a batch of one example in train mode, fewer
-            examples than a batch size, two alternatives of one label, NaN or Inf in the input of a layer (named), a
-            lazy layer without statistics (named), a TorchScript module.
+            examples than a batch size, two alternatives of one label, NaN or Inf in the input or the output of a
+            layer (named), a lazy layer without statistics (named), a TorchScript module.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
