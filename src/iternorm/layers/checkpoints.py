@@ -69,7 +69,7 @@ def diagonal_from_variance(layer, variance: Tensor) -> Tensor:
     if layer.running == "covariance" and layer.solver == "newton" and layer.group_size != 1:
         warnings.warn(
             f"a BatchNorm state_dict was loaded into a layer with running='covariance': {layer.num_iters} Newton "
-            "steps do not reach the exact root of its variances, so eval will differ from that BatchNorm; "
+            "steps may stop short of the exact root of its variances, so eval may differ from that BatchNorm; "
             "running='whitening' reproduces it",
             stacklevel=2,
         )
