@@ -17,12 +17,6 @@ from iternorm.timing.cpu.devices import Case
 
 
 @pytest.fixture
-def invoke(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    return lambda *arguments: CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-
-
-@pytest.fixture
 def tiny_bench(monkeypatch):
     """`bench.run` on one tiny case."""
     real_run, real_count = bench.run, bench.count_timings

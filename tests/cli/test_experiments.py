@@ -1,4 +1,4 @@
-"""The verbs for experiments: ls, run, plot and report."""
+"""The verbs for experiments: ls, run, plot and report. What plot and report write is in test_figures_and_reports.py."""
 
 import os
 import shutil
@@ -11,34 +11,11 @@ from types import ModuleType
 import pytest
 import tiny_experiment
 import torch
-from full_disk import files_end_at
-from typer.testing import CliRunner
+from terminal import words
 
-from iternorm import cli
 from iternorm.experiments.data import datasets as data
 from iternorm.experiments.jobs import console, locks, overview, ray_sweep, registry, results
-from iternorm.experiments.jobs.registry import Experiment
 from iternorm.timing.threads import num_threads
-
-
-@pytest.fixture
-def invoke(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-
-
-@pytest.fixture
-def tiny(monkeypatch):
-    """The tiny experiment beside the others."""
-    monkeypatch.setattr(tiny_experiment, "__doc__", "Tiny: nothing.\n\nCommand: iternorm run tiny\nCost: an hour.")
-    monkeypatch.setattr(registry, "EXPERIMENTS", ("fig1", "tiny"))
-    monkeypatch.setitem(sys.modules, "iternorm.experiments.paper.tiny", tiny_experiment)
-    return Experiment("tiny", tiny_experiment)
-
-
-def words(text):
-    return " ".join(text.split())
 
 
 def test_ls_lists_every_experiment(invoke):
@@ -308,64 +285,6 @@ def test_finished_jobs_need_no_folder_that_can_be_written(invoke, tiny, tmp_path
     shutil.rmtree(tmp_path / "results" / ".work")
     (tmp_path / "results" / ".work").touch()
     assert "4 jobs: 4 finished before" in invoke("run", "tiny").stdout
-
-
-@pytest.mark.parametrize("verb", [("plot", "tiny", "--out", "file/a.png"), ("report", "--out", "file/docs")])
-def test_an_output_that_cannot_be_written_is_named_with_a_remedy(invoke, tiny, tmp_path, verb):
-    invoke("run", "tiny", "--only", "dbn")
-    (tmp_path / "file").touch()
-    result = invoke(*verb)
-    assert result.exit_code == 2
-    assert words(result.stderr).startswith("error: file/")
-    assert "cannot be written: file is not a folder: make room, change permissions" in words(result.stderr)
-    assert result.stdout == ""
-
-
-def test_a_figure_that_cannot_be_written_is_named_with_a_remedy(invoke, tiny, tmp_path):
-    invoke("run", "tiny", "--only", "dbn")
-    (tmp_path / "results" / "tiny" / "tiny.png").mkdir()
-    for verb in (("plot", "tiny"), ("report", "--out", "docs")):
-        result = invoke(*verb)
-        assert result.exit_code == 2
-        assert "results/tiny/tiny.png cannot be written: Is a directory: make room" in words(result.stderr)
-
-
-@pytest.mark.parametrize("verb", [("plot", "tiny"), ("report", "tiny", "--out", "docs")])
-def test_a_full_disk_does_not_cost_the_figure_that_is_there(invoke, tiny, tmp_path, verb):
-    invoke("run", "tiny", "--only", "dbn")
-    invoke("plot", "tiny")
-    path = tmp_path / "results" / "tiny" / "tiny.png"
-    before = path.read_bytes()
-    with files_end_at(4096):
-        result = invoke(*verb)
-    assert result.exit_code == 2
-    assert "results/tiny/tiny.png cannot be written: File too large: make room" in words(result.stderr)
-    assert path.read_bytes() == before
-    assert not list(path.parent.glob(".tiny*"))
-
-
-@pytest.mark.parametrize("suffix", ["png", "svg", "PDF"])
-def test_a_figure_has_the_format_of_its_suffix(invoke, tiny, tmp_path, suffix):
-    invoke("run", "tiny", "--only", "dbn")
-    assert invoke("plot", "tiny", "--out", f"a.{suffix}").stdout == f"Written: a.{suffix}  (1 of 4)\n"
-    starts = {"png": b"\x89PNG", "svg": b"<?xml", "PDF": b"%PDF"}
-    assert (tmp_path / f"a.{suffix}").read_bytes().startswith(starts[suffix])
-
-
-def test_a_report_that_cannot_be_written_is_named_as_it_would_be(invoke, tiny, tmp_path):
-    (tmp_path / "results").mkdir()
-    (tmp_path / "file").touch()
-    result = invoke("report", "tiny", "--out", "file/docs")
-    assert "error: file/docs/tiny.md cannot be written" in words(result.stderr)
-
-
-def test_report_writes_two_files_and_the_figures(invoke, tiny, tmp_path):
-    invoke("run", "tiny")
-    result = invoke("report", "--out", "d")
-    assert result.exit_code == 0, result.output
-    assert result.stdout == "Written: d/reproduction.md\nWritten: d/reproduction.html\n"
-    assert "4 of 4" in (tmp_path / "d" / "reproduction.md").read_text().replace("\u00a0", " ")
-    assert (tmp_path / "results" / "tiny" / "tiny.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
-"""What measures for minutes on a disk that is full, or fills up meanwhile."""
+"""The command line on a disk that is full, or fills up meanwhile."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 # Before files are limited: joblib warns where it cannot make a semaphore.
 import sklearn.datasets  # noqa: F401
-from full_disk import files_end_at
-from typer.testing import CliRunner
+from terminal import words
 
-from iternorm import bench, cli
+from iternorm import bench
 from iternorm.experiments.demo import runs as demo
 from iternorm.experiments.jobs import sweep
 
@@ -26,12 +28,22 @@ COMMANDS = {
 TABLES = {"analyze": "κ out", "bench": "BatchNorm2d", "demo": "condition"}
 
 
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """No file can grow beyond so many bytes: the system refuses, in the words of another error than a full disk's."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.fixture
-def invoke(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.chdir(tmp_path)
+def invoke(invoke, tmp_path):
     (tmp_path / "nets.py").write_text(MODEL)
-    return lambda *arguments: CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    return invoke
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
@@ -42,7 +54,7 @@ def test_a_full_disk_is_said_before_the_work(invoke, monkeypatch, verb):
         result = invoke(*COMMANDS[verb])
     assert result.exit_code == 2
     assert result.stderr.startswith("error: out/")
-    assert "cannot be written: File too large: make room" in " ".join(result.stderr.split())
+    assert "cannot be written: File too large: make room" in words(result.stderr)
 
 
 @pytest.mark.parametrize("verb", TABLES)
@@ -58,4 +70,18 @@ def test_a_disk_that_fills_up_does_not_cost_the_table(invoke, monkeypatch, verb)
         result = invoke(*COMMANDS[verb])
     assert result.exit_code == 2
     assert TABLES[verb] in result.stdout
-    assert "cannot be written: File too large: make room" in " ".join(result.stderr.split())
+    assert "cannot be written: File too large: make room" in words(result.stderr)
+
+
+@pytest.mark.parametrize("verb", [("plot", "tiny"), ("report", "tiny", "--out", "docs")])
+def test_a_full_disk_does_not_cost_the_figure_that_is_there(invoke, tiny, tmp_path, verb):
+    invoke("run", "tiny", "--only", "dbn")
+    invoke("plot", "tiny")
+    path = tmp_path / "results" / "tiny" / "tiny.png"
+    before = path.read_bytes()
+    with files_end_at(4096):
+        result = invoke(*verb)
+    assert result.exit_code == 2
+    assert "results/tiny/tiny.png cannot be written: File too large: make room" in words(result.stderr)
+    assert path.read_bytes() == before
+    assert not list(path.parent.glob(".tiny*"))
