@@ -8,9 +8,8 @@ import sys
 import pytest
 import torch
 from page_checks import assert_self_contained
-from typer.testing import CliRunner
+from terminal import words
 
-from iternorm import cli
 from iternorm.analysis import ModelAnalysis
 
 MODELS = """
@@ -54,11 +53,9 @@ def work():
 
 
 @pytest.fixture
-def invoke(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.chdir(tmp_path)
+def invoke(invoke, tmp_path):
     (tmp_path / "nets.py").write_text(MODELS)
-    return lambda *arguments: CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    return invoke
 
 
 def test_analyze_prints_a_table_and_writes_files(invoke, tmp_path):
@@ -116,14 +113,17 @@ def test_analyze_chosen_alternatives(invoke):
         (["nets.py:mlp", "--data", "digits", "--alternative", "LN"], "no operation is called 'LN'"),
         (["nets.py:mlp", "--data", "digits", "--mode", "test"], "mode is 'test'"),
         (["nets.py:mlp", "--data", "digits", "--image-size", "0"], "image_size is 0, but 1 or more is needed"),
-        (["nets.py:rgb", "--data", "digits"], "does not take a batch of --data, (64, 1, 8, 8) in torch.float32: Given"),
+        (
+            ["nets.py:rgb", "--data", "digits"],
+            "fails on a batch of --data, (64, 1, 8, 8) in torch.float32: Given",
+        ),
         (["nets.py:Pair", "--data", "digits"], "in torch.float32: Pair.forward() missing 1 required positional"),
     ],
 )
 def test_analyze_says_in_one_line_what_is_wrong(invoke, arguments, text):
     result = invoke("analyze", *arguments)
     assert result.exit_code == 2
-    message = " ".join(result.stderr.split())
+    message = words(result.stderr)
     assert message.startswith("error: ")
     assert text in message
 

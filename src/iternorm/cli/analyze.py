@@ -92,7 +92,7 @@ def _in_its_dtype(model: Any, batch: Any) -> Any:
     except (RuntimeError, TypeError) as error:
         # Above all another number of channels, images where vectors are needed, or a model of several inputs.
         raise ValueError(
-            f"MODEL_FACTORY: the model does not take a batch of --data, {tuple(given.shape)} in {given.dtype}: "
+            f"MODEL_FACTORY: the model fails on a batch of --data, {tuple(given.shape)} in {given.dtype}: "
             f"{str(error).partition(chr(10))[0]} (ITERNORM_TRACEBACK=1 shows all)"
         ) from error
 
