@@ -161,6 +161,21 @@ def test_transformer_encoder(mode):
     ]
 
 
+def test_the_input_is_told_from_other_tensors_by_name():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = iternorm.IterNorm1d(8, group_size=4)
+
+        def forward(self, x):
+            return self.norm(residual=1e3 + x, input=x)
+
+    batch = torch.randn(64, 8)
+    (layer,) = analyze(Block(), [batch], batch_sizes=()).layers
+    (plain,) = analyze(nn.Sequential(iternorm.IterNorm1d(8, group_size=4)), [batch], batch_sizes=()).layers
+    assert layer.before == plain.before
+
+
 def test_a_layer_that_is_called_twice_sees_both():
     norm = nn.BatchNorm1d(4)
     (layer,) = analyze(nn.Sequential(norm, nn.ReLU(), norm), [torch.randn(16, 4)], batch_sizes=(4,)).layers

@@ -227,7 +227,7 @@ def hooked(probes: Mapping[str, LayerProbe], finite: list[tuple[str, Tensor]]) -
 
     def before(probe: LayerProbe):
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            finite.append((probe.name, probe.see_input(_first_tensor(probe.name, (*args, *kwargs.values())))))
+            finite.append((probe.name, probe.see_input(_first_tensor(probe.name, (*args, kwargs.get("input"), *kwargs.values())))))
 
         return hook
 

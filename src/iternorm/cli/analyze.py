@@ -58,7 +58,7 @@ def analyze(
     target = inputs.open_device(device)
     model = inputs.build_model(model_factory).to(target)
     batches = inputs.open_batches(
-        data, batch_size=batch_size, max_examples=examples, image_size=image_size, flatten=flatten, seed=seed
+        data, batch_size=batch_size, examples=examples, image_size=image_size, flatten=flatten, seed=seed
     )
     with progress_bar() as progress:
         tasks = {"batches": progress.add_task("batches", total=len(batches))}

@@ -202,7 +202,7 @@ def test_bytes_become_fractions_and_ids_stay(tmp_path):
 
 
 def test_data_sets_by_name():
-    batches = open_batches("digits", batch_size=100, max_examples=250)
+    batches = open_batches("digits", batch_size=100, examples=250)
     assert [tuple(batch.shape) for batch in batches] == [(100, 1, 8, 8), (100, 1, 8, 8), (50, 1, 8, 8)]
 
 
@@ -289,7 +289,7 @@ def test_ambiguous_archives_are_refused(tmp_path):
         open_batches(str(tmp_path / "two.npz"), batch_size=2)
 
 
-@pytest.mark.parametrize("argument", ["batch_size", "max_examples"])
+@pytest.mark.parametrize("argument", ["batch_size", "examples"])
 def test_sizes_below_one_are_named(argument):
     options: dict[str, Any] = {"batch_size": 4, argument: 0}
     with pytest.raises(ValueError, match=f"{argument} is 0"):

@@ -149,7 +149,7 @@ def open_batches(
     source: str,
     *,
     batch_size: int,
-    max_examples: int | None = None,
+    examples: int | None = None,
     image_size: int | None = None,
     flatten: bool = False,
     seed: int = 0,
@@ -161,15 +161,15 @@ def open_batches(
     Args:
         source: A name of `data.DATA_SETS`, or a path.
         batch_size: Examples in a batch.
-        max_examples: How many to take, at random; None is all.
+        examples: How many to take, at random; None is all.
         image_size: Scale the shorter side of a folder's images to this, and cut out the middle square.
         flatten: Give each example as a vector.
         seed: Decides order and choice.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but 1 or more is needed")
-    if max_examples is not None and max_examples < 1:
-        raise ValueError(f"max_examples is {max_examples}, but 1 or more is needed")
+    if examples is not None and examples < 1:
+        raise ValueError(f"examples is {examples}, but 1 or more is needed")
     if image_size is not None and image_size < 1:
         raise ValueError(f"image_size is {image_size}, but 1 or more is needed")
     path = Path(source)
@@ -182,13 +182,13 @@ def open_batches(
         raise ValueError(f"data is {source!r}: neither a data set ({known}) nor a file or folder that exists")
     else:
         count, fetch = _from_tensor(_read_tensor(path))
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:max_examples]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:examples]
 
-    def examples(indices: Tensor) -> Tensor:
+    def take(indices: Tensor) -> Tensor:
         batch = fetch(indices)
         return batch.flatten(1) if flatten else batch
 
-    return Batches(len(order), batch_size, examples, order)
+    return Batches(len(order), batch_size, take, order)
 
 
 def _from_tensor(values: Tensor) -> tuple[int, Callable[[Tensor], Tensor]]:
