@@ -81,6 +81,18 @@ class TestModelIsLeftAsItWas:
         assert model[0].num_batches_tracked is buffer
         assert buffer == 0
 
+    @pytest.mark.parametrize("training", [True, False])
+    @pytest.mark.parametrize("norm", [nn.BatchNorm2d, iternorm.IterNorm2d])
+    def test_a_backward_that_is_still_to_come_gives_the_same(self, norm, training):
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), norm(4), nn.Flatten()).train(training)
+        weight = model.get_parameter("0.weight")
+        batch, *others = images()
+        (expected,) = torch.autograd.grad(model(batch).pow(3).sum(), weight)
+        loss = model(batch).pow(3).sum()
+        analyze(model, others, batch_sizes=(), mode="train" if training else "eval")
+        (found,) = torch.autograd.grad(loss, weight)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
 
 class TestBadInput:
     def test_not_a_module(self):

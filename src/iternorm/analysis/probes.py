@@ -209,7 +209,8 @@ def preserved(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for module, name, buffer, copy in buffers:
                     if buffer is not None and copy is not None:
-                        buffer.copy_(copy)
+                        # Not seen by autograd, which would refuse a backward that is still to come.
+                        buffer.data.copy_(copy)
                     module._buffers[name] = buffer
             for module, training in modes:
                 module.training = training
@@ -227,7 +228,9 @@ def hooked(probes: Mapping[str, LayerProbe], finite: list[tuple[str, Tensor]]) -
 
     def before(probe: LayerProbe):
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            finite.append((probe.name, probe.see_input(_first_tensor(probe.name, (*args, kwargs.get("input"), *kwargs.values())))))
+            finite.append(
+                (probe.name, probe.see_input(_first_tensor(probe.name, (*args, kwargs.get("input"), *kwargs.values()))))
+            )
 
         return hook
 
