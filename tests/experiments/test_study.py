@@ -133,11 +133,15 @@ def test_a_worker_of_ray_that_lacks_the_file_gets_its_text(tmp_path):
     experiment = registry.get(str(path))
     source = ray_sweep._source(experiment)
     assert source == (str(path), MINIMAL.encode())
-    assert ray_sweep._experiment("mine", "mine", source).path == path
+    with ray_sweep._experiment("mine", "mine", source) as same:
+        assert same.path == path
     path.unlink()
-    copy = ray_sweep._experiment("mine", "mine", source)
-    assert copy.path != path
-    assert (copy.id, copy.jobs()) == ("mine", experiment.jobs())
+    with ray_sweep._experiment("mine", "mine", source) as copy:
+        assert copy.path != path
+        assert copy.path.read_text() == MINIMAL
+        assert (copy.id, copy.jobs()) == ("mine", experiment.jobs())
+    # A worker takes many jobs.
+    assert not copy.path.parent.exists()
 
 
 def images(count, seed=0, dtype=torch.uint8):

@@ -13,6 +13,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +157,20 @@ def _source(experiment: Experiment) -> tuple[str, bytes] | None:
     return str(experiment.path.absolute()), experiment.source
 
 
-def _experiment(name: str, module: str, source: tuple[str, bytes] | None) -> Experiment:
+@contextmanager
+def _experiment(name: str, module: str, source: tuple[str, bytes] | None) -> Iterator[Experiment]:
+    """The experiment of a job, whose file is there for as long as the job runs."""
     if source is None:
-        return Experiment(name, importlib.import_module(module))
+        yield Experiment(name, importlib.import_module(module))
+        return
     path, content = Path(source[0]), source[1]
-    if not path.is_file() or path.read_bytes() != content:
-        path = Path(tempfile.mkdtemp(prefix="iternorm-study-")) / path.name
-        path.write_bytes(content)
-    return registry.get(str(path))
+    if path.is_file() and path.read_bytes() == content:
+        yield registry.get(str(path))
+        return
+    with tempfile.TemporaryDirectory(prefix="iternorm-study-", ignore_cleanup_errors=True) as folder:
+        copy = Path(folder) / path.name
+        copy.write_bytes(content)
+        yield registry.get(str(copy))
 
 
 def _work(
@@ -177,8 +184,13 @@ def _work(
     """One job, on a worker."""
     if data is not None:
         os.environ["ITERNORM_DATA"] = data
-    experiment = _experiment(*module)
-    folder = Path(root)
+    with _experiment(*module) as experiment:
+        return _execute(experiment, config, Path(root), options, board)
+
+
+def _execute(
+    experiment: Experiment, config: Config, folder: Path, options: Options, board: Any
+) -> tuple[list, float, Any]:
     own = not folder.is_dir()
     if own:
         folder = Path(tempfile.gettempdir()) / "iternorm-work"
