@@ -15,8 +15,8 @@ pytest.importorskip("safetensors")
 
 from checks import ended_well
 from safetensors.torch import load_file
+from small_runs import context, timeless
 
-from iternorm.experiments.jobs.registry import Context
 from iternorm.experiments.recipe import Recipe
 from iternorm.experiments.training.train import train
 
@@ -47,13 +47,9 @@ def runs(tmp_path_factory):
     return folder, results
 
 
-def timeless(rows):
-    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
-
-
 def test_two_processes_with_sync_iter_norm_are_one_with_the_double_batch(runs, tmp_path):
     folder, results = runs
-    expected = train(SYNCHRONIZED, Context("cpu", lambda *args, **values: None, tmp_path))
+    expected = train(SYNCHRONIZED, context(tmp_path))
     rows = results[0]["rows"][0]
     assert len(rows) == len(expected) == 3
     for row, one in zip(rows, expected, strict=True):
