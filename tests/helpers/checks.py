@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from iternorm import IterNorm1d, IterNorm2d, IterNorm3d
+from iternorm import DecorrelatedBatchNorm2d, IterNorm1d, IterNorm2d, IterNorm3d
 from iternorm.whitening import dispatch
 
 # Shapes on both sides of every choice that the verbs on the CPU make: planes longer and shorter than a group, ragged
@@ -125,6 +125,13 @@ def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
 def worst(errors: Iterable[float]) -> float:
     """The largest, or NaN if one is: Python's `max` may pass it over."""
     return float(torch.tensor(list(errors)).max())
+
+
+def layer_2d(solver, *args, **kwargs):
+    """IterNorm for Newton's iteration, DBN for the exact solvers."""
+    if solver == "newton":
+        return IterNorm2d(*args, **kwargs)
+    return DecorrelatedBatchNorm2d(*args, solver=solver, **kwargs)
 
 
 def state_of(layer: nn.Module) -> dict[str, Tensor]:
