@@ -7,7 +7,7 @@ efficiently than IterNorm and has a diminished test performance; with batches of
 random results, and the network without normalization learns well.
 Command: iternorm run fig3 --device cuda && iternorm plot fig3
 Cost: 20 runs for each seed. With the full batch (five seeds) they take 2 minutes on a GPU and 15 on two cores, with
-batches of 2 (three seeds) 54 minutes on one core (--only B2 --device cpu).
+batches of 2 (three seeds) 22 minutes on one core (--only B2 --device cpu).
 The paper got: curves without numbers.
 Departures: the paper gives no number of iterations (ours: 200 with the full batch, 30,000, one epoch, with batches of
 2), no momentum (ours: none), no eps (ours: 1e-5) and no number of runs (ours: five seeds with the full batch, three
